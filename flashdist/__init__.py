@@ -1,0 +1,18 @@
+"""PyTorch optimizers that keep a weight in BF16 plus one INT8 byte, momentum and variance in 8 bits."""
+
+from flashdist.algorithms import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
+from flashdist.optimizer import FlashOptimizer, NumericsError
+from flashdist.precision import cast_model
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FlashAdam",
+    "FlashAdamW",
+    "FlashLion",
+    "FlashOptimizer",
+    "FlashSGD",
+    "FlashSGDW",
+    "NumericsError",
+    "cast_model",
+]

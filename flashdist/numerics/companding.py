@@ -1,0 +1,112 @@
+"""Momentum and variance in 8 bits: groups of 32 neighbours share a scale, and the code axis is bent (companded).
+
+All functions take and return tensors whose last dimension is one group of :data:`GROUP` neighbours; the scale has the
+leading dimensions. A group's code is always formed against its scale *as stored*. A group that holds a non-finite
+element gets a NaN scale, so that the whole group reads NaN from then on; a group whose stored scale is 0 has only codes
+0 and reads exact zeros.
+
+Companding the moments is FlashOptim's (arXiv 2602.23349, section 3.2). The bf16 and fp32 scales, the floor of one code
+for the variance and its dither are this library's own (DESIGN 1.2, with the measurements that led to them).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+MOMENTUM_CODES = 127
+VARIANCE_CODES = 255
+# One step moves a variance code c by about (1 - beta2) * c / 2: above this beta2 nearest rounding holds codes in place.
+DITHER_ABOVE_BETA2 = 0.98
+
+# A momentum scale lies in [2^-126, 2^125), where every GPU's fast division is right: below it the group is 0, above it
+# lost. A variance below the smallest normal number counts as 0, as GPUs' square roots have it.
+MOMENTUM_SCALE_LIMIT = 2.0**125
+SMALLEST_NORMAL = 2.0**-126
+
+MOMENTUM_CODE_DTYPE, MOMENTUM_SCALE_DTYPE = torch.int8, torch.bfloat16
+VARIANCE_CODE_DTYPE, VARIANCE_SCALE_DTYPE = torch.uint8, torch.float32
+
+DITHER_STEP = 2654435769
+DITHER_LANE = 3242174889
+
+
+def encode_momentum(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode momentum, ``code = round(127 * phi(m / s))`` with ``phi(x) = 2 x / (1 + |x|)`` and ``s = max |m|``.
+
+    Args:
+        m: fp32 ``[..., 32]``.
+
+    Returns:
+        int8 codes ``[..., 32]`` in [-127, 127] and bf16 scales ``[...]``. Halves round away from zero.
+
+    Source: FlashOptim, arXiv 2602.23349, section 3.2 (softsign companding of the momentum); scale by DESIGN 1.2.
+    """
+    size = m.abs()
+    scale = size.amax(dim=-1).to(MOMENTUM_SCALE_DTYPE)
+    scale = torch.where(scale < SMALLEST_NORMAL, 0.0, scale)
+    scale = torch.where(_all_finite(size) & (scale < MOMENTUM_SCALE_LIMIT), scale, torch.nan)
+    s = scale.to(torch.float32).unsqueeze(-1)
+    # 127 * phi(m / s), with the two divisions folded into one. |m| exceeds s by at most 2^-8 of it, so that the code
+    # stays below 128 without a clamp.
+    code = (size / (s + size) * (2.0 * MOMENTUM_CODES) + 0.5).floor_()
+    code = torch.where(s > 0, code, 0.0)
+    return torch.where(m < 0, -code, code).to(MOMENTUM_CODE_DTYPE), scale
+
+
+def decode_momentum(codes: Tensor, scale: Tensor) -> Tensor:
+    """Decode momentum: with ``y = code / 127``, ``m = s * y / (2 - |y|)``; int8 ``[..., 32]``, bf16 ``[...]`` -> fp32."""
+    c = codes.to(torch.float32)
+    return c / (2.0 * MOMENTUM_CODES - c.abs()) * scale.to(torch.float32).unsqueeze(-1)
+
+
+def encode_variance(v: Tensor, dither: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
+    """Encode the variance on the axis of its root, ``code = floor(255 * r / s + dither)``, ``r = sqrt(v)``, ``s = max r``.
+
+    Args:
+        v: fp32 ``[..., 32]``, not negative.
+        dither: 0.5 (nearest rounding) or an fp32 tensor ``[32]`` from :func:`dither_offsets`.
+
+    Returns:
+        uint8 codes ``[..., 32]`` and fp32 scales ``[...]``. A code is at least 1 wherever v > 0, and 0 only for v == 0.
+
+    Source: DESIGN 1.2; the root axis is FlashOptim's, arXiv 2602.23349, section 3.2.
+    """
+    r = torch.where(v < SMALLEST_NORMAL, 0.0, v.sqrt())
+    scale = torch.where(_all_finite(r), r.amax(dim=-1), torch.nan)
+    s = scale.unsqueeze(-1)
+    code = (r * (VARIANCE_CODES / s) + dither).floor_().clamp_(1.0, float(VARIANCE_CODES))
+    return torch.where((r > 0) & (s > 0), code, 0.0).to(VARIANCE_CODE_DTYPE), scale
+
+
+def decode_variance(codes: Tensor, scale: Tensor) -> Tensor:
+    """Decode the variance, ``v = (s * code / 255)^2``; uint8 ``[..., 32]`` and fp32 ``[...]`` -> fp32 ``[..., 32]``."""
+    r = codes.to(torch.float32) * (scale * (1.0 / VARIANCE_CODES)).unsqueeze(-1)
+    return r * r
+
+
+def dither_base(step: int) -> int:
+    """The step's share of the dither's phase: ``step * 2654435769 mod 2^32``."""
+    return (step * DITHER_STEP) % 2**32
+
+
+def dither_offsets(step: int, device: torch.device | None = None) -> Tensor:
+    """The rounding offsets of one step: ``(((t * 2654435769 + lane * 3242174889) mod 2^32) >> 8) / 2^24``.
+
+    Two Weyl sequences, over the steps and over the places of a group, spread the offsets evenly in [0, 1). They need
+    no generator, and are the same on every rank and for every sharding.
+
+    Args:
+        step: the parameter's step count t, 1 for its first step.
+
+    Returns:
+        fp32 ``[32]``.
+    """
+    lanes = torch.arange(GROUP, dtype=torch.int64, device=device)
+    return (((dither_base(step) + lanes * DITHER_LANE) % 2**32) >> 8).to(torch.float32) * 2.0**-24
+
+
+def _all_finite(size: Tensor) -> Tensor:
+    # One sum finds any inf or NaN whatever a max-reduction makes of NaN: x - x is 0 for finite x, NaN otherwise.
+    return (size - size).sum(dim=-1) == 0

@@ -1,0 +1,445 @@
+"""FlashOptimizer: param groups, state and step of all five optimizers; what is specific to one is in algorithms.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_backend
+from flashdist.memory import MemorySummary, summarize
+from flashdist.numerics.fingerprint import drop_stale, num_tiles
+from flashdist.numerics.groups import GroupLayout, group_layout
+from flashdist.numerics.rules import GroupScalars, Rule
+from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, Entry, state_format
+from flashdist.numerics.weight_split import join
+from flashdist.sharding.global_norm import global_norm
+from flashdist.sharding.local_shard import check_placements, is_meta, local
+from flashdist.sharding.placement import place_like
+from flashdist.state_loading import check_and_convert
+
+FORMAT_VERSION = 1
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Elements that master_weight() joins at a time.
+JOIN_CHUNK = 1 << 22
+
+
+class NumericsError(RuntimeError):
+    """Raised by ``check_numerics=True``: the updates of more than half of a tensor are lost in rounding."""
+
+
+class FlashOptimizer(torch.optim.Optimizer):
+    """Base of the five optimizers. Subclasses say what a param group means: :meth:`_rule`, :meth:`_scalars`, checks.
+
+    ``opt.state[p]`` holds plain tensors (DTensors where ``p`` is one): ``step``, ``error`` (the weight's correction) and
+    the moments with their ``*_scale``. Its keys, dtypes and bits are those of ``state_dict()``.
+    """
+
+    # GradScaler hands its scale and its found_inf to step() instead of multiplying the gradients.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, check_numerics: bool = False) -> None:
+        self.check_numerics = check_numerics
+        self._reset_caches()
+        super().__init__(params, {**defaults, "flashdist_format": FORMAT_VERSION})
+
+    def _reset_caches(self) -> None:
+        """What is derived from state and param_groups; never saved."""
+        self._backends: dict[str, Backend] = {}
+        self._states: dict[Tensor, ParamState] = {}
+        self._snapshots: dict[Tensor, dict[str, Tensor]] = {}
+        self._known: list[Tensor] = []
+        self._clip_factor: Tensor | None = None
+
+    # What a subclass defines.
+
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        """The update rule of a param group."""
+        raise NotImplementedError
+
+    def _scalars(self, group: dict[str, Any]) -> GroupScalars:
+        """The numbers that the rule reads, from the hyperparameters of a param group."""
+        raise NotImplementedError
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for hyperparameters out of range."""
+        raise NotImplementedError
+
+    # Param groups.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as in torch.optim.
+
+        Raises:
+            ValueError: a hyperparameter out of range, or a placement that cannot be kept (naming the parameter).
+            TypeError: a parameter of a dtype other than bf16, fp16 and fp32, or an FSDP1 flat parameter.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            for i, p in enumerate(group["params"]):
+                _check_parameter(self._name(p, group, i), p, group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        group["base_lr"] = float(group["lr"])
+        self._known.extend(group["params"])
+
+    def _name(self, p: Tensor, group: dict[str, Any] | None = None, index: int = -1) -> str:
+        """How error messages call a parameter: its name where known, else its place and shape."""
+        for g, candidate in enumerate(self.param_groups):
+            for i, q in enumerate(candidate["params"]):
+                if q is p:
+                    names = candidate.get("param_names")
+                    label = names[i] if names else f"param_groups[{g}]['params'][{i}]"
+                    return f"parameter {label} of shape {tuple(p.shape)}"
+        return f"a parameter of shape {tuple(p.shape)}"
+
+    def _group_of(self, p: Tensor) -> int:
+        for i, group in enumerate(self.param_groups):
+            if any(q is p for q in group["params"]):
+                return i
+        raise ValueError(f"{self._name(p)} is not in any param group of this optimizer")
+
+    def _parameters(self) -> list[Tensor]:
+        """All parameters in order; raises where somebody replaced them behind the optimizer."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        if len(params) != len(self._known) or not all(map(is_, params, self._known)):
+            raise RuntimeError(
+                "param_groups holds parameters that this optimizer was not built with: it was probably built before "
+                "the model was sharded or wrapped. Build the optimizer after fully_shard (or use add_param_group)."
+            )
+        return params
+
+    # State.
+
+    def _state_of(self, p: Tensor, group_index: int) -> ParamState:
+        """The kernels' view of a parameter's state, allocated at its first use."""
+        kept = self.state.get(p)
+        state = self._states.get(p)
+        if state is not None and kept is not None and _same_tensors(kept, self._snapshots[p]):
+            return state
+        group = self.param_groups[group_index]
+        if not kept:
+            kept = self.state[p] = self._allocate(p, group)
+        state = self._view_state(p, kept, group, group_index)
+        self._states[p] = state
+        self._snapshots[p] = dict(kept)
+        return state
+
+    def _format(self, p: Tensor, group: dict[str, Any], layout: GroupLayout) -> list[Entry]:
+        return state_format(self._rule(group), layout, p.dtype, group["master_weight_bits"], group["quantize"])
+
+    def _allocate(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        if is_meta(p):
+            raise RuntimeError(
+                f"{self._name(p)} is on the meta device, so its state cannot be allocated. Materialise it first "
+                "(model.to_empty(device=...) and initialise or load the weights)."
+            )
+        layout = group_layout(p.shape)
+        shard = local(p)
+        entries = self._format(p, group, layout.of_shard(shard.shape))
+        whole = self._format(p, group, layout)
+        tensors = {e.key: torch.zeros(e.shape, dtype=e.dtype, device=shard.device) for e in entries}
+        return {e.key: tensors[e.key] if e.key == STEP else place_like(p, tensors[e.key], e.shape) for e in whole}
+
+    def _view_state(self, p: Tensor, kept: dict[str, Tensor], group: dict[str, Any], index: int) -> ParamState:
+        shard = local(p)
+        layout = group_layout(p.shape).of_shard(shard.shape)
+        expected = self._format(p, group, layout)
+        tensors = {key: local(value) for key, value in kept.items()}
+        for entry in expected:
+            value = tensors.get(entry.key)
+            if value is None or value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
+                found = "nothing" if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
+                raise ValueError(
+                    f"state[{entry.key!r}] of {self._name(p)} must be {entry.dtype} of shape {entry.shape}, found "
+                    f"{found}. Restore the state with load_state_dict, and do not change master_weight_bits or quantize "
+                    "of a param group after its first step."
+                )
+            if value.device != shard.device or not value.is_contiguous():
+                raise ValueError(f"state[{entry.key!r}] of {self._name(p)} must be contiguous and on {shard.device}")
+        rule = self._rule(group)
+        correction = tensors.get(ERROR)
+        tiles = None if correction is None else torch.zeros(num_tiles(layout.num_groups), dtype=torch.int32)
+        scales = tuple(tensors[n + SCALE_SUFFIX] for n in rule.moments if n + SCALE_SUFFIX in tensors)
+        return ParamState(
+            rule=rule,
+            layout=layout,
+            group=index,
+            step=tensors[STEP],
+            correction=correction,
+            moments=tuple(tensors[n] for n in rule.moments),
+            scales=scales,
+            fingerprint=None if tiles is None else tiles.to(shard.device),
+        )
+
+    def _allocate_all(self) -> None:
+        """State for every trainable parameter, as state_dict() promises."""
+        self._parameters()
+        for g, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.requires_grad or p in self.state:
+                    self._state_of(p, g)
+
+    def _drop_stale_corrections(self) -> None:
+        """Zero the corrections of weights that were changed behind the optimizer, before anybody sees them."""
+        for p, state in self._states.items():
+            if state.correction is not None and state.fingerprint is not None and not is_meta(p):
+                drop_stale(state.correction, state.fingerprint, local(p).detach().contiguous(), state.layout.row)
+
+    # Step.
+
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step every parameter that has a gradient, once.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Returns:
+            The closure's value, or None.
+
+        Raises:
+            RuntimeError: sparse gradients; parameters that this optimizer was not built with.
+            ValueError: a hyperparameter out of range.
+            NumericsError: with ``check_numerics=True``, where most updates of a tensor are lost.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        self._parameters()
+        for group in self.param_groups:
+            self._check_group(group)
+        scalars = [self._scalars(group) for group in self.param_groups]
+        params, states, grads = self._with_gradients()
+        weights, copies = _contiguous_weights(params)
+        for device_type in {w.device.type for w in weights}:
+            on = [i for i, w in enumerate(weights) if w.device.type == device_type]
+            inputs = self._inputs(weights[on[0]].device)
+            if len(on) == len(weights):
+                lost = self._backend(device_type).step(states, weights, grads, scalars, inputs)
+            else:
+                some = [[x[i] for i in on] for x in (states, weights, grads)]
+                lost = self._backend(device_type).step(*some, scalars, inputs)  # type: ignore[arg-type]
+            if lost is not None:
+                self._report_lost([params[i] for i in on], [weights[i] for i in on], lost)
+        for p, copy in copies:
+            local(p).copy_(copy)
+        self._clip_factor = None
+
+    def _with_gradients(self) -> tuple[list[Tensor], list[ParamState], list[Tensor]]:
+        params: list[Tensor] = []
+        states: list[ParamState] = []
+        grads: list[Tensor] = []
+        for g, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                grad = p.grad
+                if grad is None:
+                    continue
+                if type(grad) is not Tensor or grad.layout is not torch.strided or not grad.is_contiguous():
+                    grad = self._local_gradient(p, grad)
+                params.append(p)
+                states.append(self._state_of(p, g))
+                grads.append(grad)
+        return params, states, grads
+
+    def _local_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
+        """A contiguous plain gradient; a copy only where it is expanded, transposed or strided."""
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{self._name(p)} has a sparse gradient, which these optimizers do not take. Build the embedding with "
+                "sparse=False, or give this parameter to torch.optim.SparseAdam."
+            )
+        check_placements(f"the gradient of {self._name(p)}", grad, group_layout(p.shape))
+        return local(grad).contiguous()
+
+    def _backend(self, device_type: str) -> Backend:
+        if device_type not in self._backends:
+            self._backends[device_type] = make_backend(device_type)
+        return self._backends[device_type]
+
+    def _inputs(self, device: torch.device) -> StepInputs:
+        # GradScaler sets these two for the time of a step.
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        return StepInputs(self._clip_factor, scale, found_inf, self.check_numerics)
+
+    def _report_lost(self, params: Sequence[Tensor], weights: Sequence[Tensor], lost: Sequence[Tensor]) -> None:
+        bad = []
+        for p, weight, count in zip(params, weights, lost, strict=True):
+            if 2 * int(count) > weight.numel():
+                bad.append(f"{self._name(p)}: {int(count)} of {weight.numel()}")
+        if bad:
+            raise NumericsError(
+                "updates are too small for the stored weights and were lost (elements per tensor): "
+                + "; ".join(bad[:8])
+                + (f"; and {len(bad) - 8} more tensors" if len(bad) > 8 else "")
+                + ". Use master_weight_bits=32 for these parameters, or a larger lr."
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and drop a clip factor that no step has used."""
+        self._clip_factor = None
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the global gradient norm in the next step.
+
+        The norm is taken over all gradients of this optimizer and over all ranks of sharded ones. The gradients are not
+        written: the factor ``min(1, max_norm / (norm + 1e-6))`` is applied inside the next step, and dropped by it or by
+        zero_grad. There is no synchronisation with the host.
+
+        Args:
+            max_norm: largest norm after clipping.
+            norm_type: 2.0, any other positive order, or ``inf``.
+
+        Returns:
+            The norm before this clipping, fp32 0-d. Where it is not finite, the factor leaves the gradients non-finite,
+            as torch.nn.utils.clip_grad_norm_ does.
+
+        Source: Pascanu et al., arXiv 1211.5063, algorithm 1.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be a number >= 0, got {max_norm}")
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        norm = global_norm(grads, norm_type, lambda device_type: self._backend(device_type).grad_square_sum)
+        if self._clip_factor is not None:
+            norm = norm * self._clip_factor
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._clip_factor = factor if self._clip_factor is None else self._clip_factor * factor
+        return norm
+
+    # What callers look at.
+
+    @torch.no_grad()
+    def master_weight(self, p: Tensor) -> Tensor:
+        """The fp32 master weight: weight and correction joined.
+
+        Args:
+            p: a parameter of this optimizer.
+
+        Returns:
+            A new fp32 tensor of p's shape, a DTensor for a DTensor. Where the weights were changed since the last step,
+            their corrections count as 0.
+        """
+        group_index = self._group_of(p)
+        weight = local(p).detach().contiguous()
+        out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        state = self._state_of(p, group_index) if p in self.state else None
+        if state is None or state.correction is None or state.fingerprint is None:
+            out.copy_(weight)
+        else:
+            drop_stale(state.correction, state.fingerprint, weight, state.layout.row)
+            pieces = (t.view(-1).split(JOIN_CHUNK) for t in (out, weight, state.correction))
+            for target, hi, lo in zip(*pieces, strict=True):
+                target.copy_(join(hi, lo))
+        return place_like(p, out, p.shape)
+
+    def memory_summary(self) -> MemorySummary:
+        """Bytes by kind on this rank, counted from the live storages."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        state = [(key, t) for kept in self.state.values() for key, t in kept.items() if isinstance(t, Tensor)]
+        derived = [s.fingerprint for s in self._states.values() if s.fingerprint is not None]
+        for backend in self._backends.values():
+            derived.extend(getattr(backend, "workspace", list)())
+        return summarize(params, [p.grad for p in params if p.grad is not None], state, derived)
+
+    # Saving and loading.
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with state for every trainable parameter, allocated now where no step has been taken.
+
+        Corrections of weights that were changed since the last step are zeroed first.
+        """
+        self._allocate_all()
+        self._drop_stale_corrections()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer, or of its torch.optim counterpart (moments are encoded then).
+
+        Every tensor is checked before anything is changed, then copied: bits, dtypes and the device of this optimizer's
+        parameters are kept. Hyperparameters come from ``state_dict``, as in torch. Corrections are trusted until the
+        first step, so the model's weights may be loaded before or after.
+
+        Raises:
+            ValueError: other groups or parameters, state of another format version, a shape or dtype that does not fit.
+        """
+        self._parameters()
+        groups, states = check_and_convert(self, state_dict)
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+        # Formats may have changed with the groups: views and fingerprints of the old state are void.
+        self._states.clear()
+        self._snapshots.clear()
+        for p, loaded_state in states.items():
+            if loaded_state is None:
+                self.state.pop(p, None)
+            else:
+                _copy_state(self, p, loaded_state)
+        self._clip_factor = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._drop_stale_corrections()
+        return {**super().__getstate__(), "check_numerics": self.check_numerics}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_caches()
+        self._known = [p for group in self.param_groups for p in group["params"]]
+
+
+def _copy_state(opt: FlashOptimizer, p: Tensor, loaded: dict[str, Tensor]) -> None:
+    """Copy checked state tensors into the optimizer's own, one at a time."""
+    kept = opt.state.get(p)
+    fits = kept is not None and kept.keys() == loaded.keys()
+    fits = fits and all(kept[k].dtype == v.dtype and kept[k].shape == v.shape for k, v in loaded.items())
+    if not fits:
+        kept = opt.state[p] = opt._allocate(p, opt.param_groups[opt._group_of(p)])
+    for key, value in loaded.items():
+        local(kept[key]).copy_(local(value))
+
+
+def _same_tensors(kept: dict[str, Tensor], snapshot: dict[str, Tensor]) -> bool:
+    return len(kept) == len(snapshot) and all(map(is_, kept.values(), snapshot.values()))
+
+
+def _contiguous_weights(params: Iterable[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Local weights in their logical order. Transposed or channels_last ones are copied, and copied back after."""
+    weights: list[Tensor] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    for p in params:
+        weight = local(p)
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
+            copies.append((p, weight))
+        weights.append(weight)
+    return weights, copies
+
+
+def _check_parameter(name: str, p: Tensor, group: dict[str, Any]) -> None:
+    if getattr(p, "_is_flat_param", False):
+        raise TypeError(
+            f"{name} is a flat parameter of FSDP1, which hides the shapes that the 8-bit groups need. Shard the model "
+            "with torch.distributed.fsdp.fully_shard (FSDP2) instead."
+        )
+    if p.dtype not in WEIGHT_DTYPES:
+        raise TypeError(
+            f"{name} is {p.dtype}: these optimizers take bfloat16, float16 and float32 parameters. "
+            "Cast the model (flashdist.cast_model) or leave this parameter out."
+        )
+    layout = group_layout(p.shape)
+    check_placements(name, p, layout)

@@ -1,0 +1,74 @@
+"""From a parameter to the plain tensor that this rank holds of it: the only place that unwraps a DTensor."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from flashdist.numerics.companding import GROUP
+from flashdist.numerics.groups import GroupLayout
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain tensor behind a tensor: a DTensor's local shard, anything else unchanged. No communication, no copy."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def check_placements(name: str, parameter: Tensor, layout: GroupLayout) -> None:
+    """Refuse placements under which a shard would be no shard, or would cut a group of 32.
+
+    Args:
+        name: the parameter's name, for the message.
+        parameter: a DTensor, or a plain tensor (which always fits).
+        layout: the groups of the global shape.
+
+    Raises:
+        ValueError: naming the parameter, its placements and the remedy.
+    """
+    if not isinstance(parameter, DTensor):
+        return
+    for mesh_dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Partial):
+            raise ValueError(
+                f"{name} has the placement {placement}: a partial sum is no parameter. "
+                "Redistribute it to Shard or Replicate before the optimizer is built."
+            )
+        if not _is_shard(placement) or layout.row_start is None or placement.dim < layout.row_start:
+            continue
+        inner = math.prod(layout.shape[layout.row_start + 1 :])
+        size = parameter.device_mesh.size(mesh_dim)
+        chunk = math.ceil(layout.shape[layout.row_start] / size)
+        if placement.dim > layout.row_start or (chunk * inner) % GROUP:
+            raise ValueError(
+                f"{name} of shape {layout.shape} is sharded along dimension {placement.dim} over {size} ranks, which "
+                f"cuts a group of {GROUP} elements: groups lie in dimensions {layout.row_start} and up. Shard it along "
+                f"a dimension left of {layout.row_start}, or so that each shard holds a multiple of {GROUP} elements "
+                "of a row, or set quantize=False for it."
+            )
+
+
+def sharded_mesh_dims(tensor: Tensor) -> tuple[int, ...]:
+    """The mesh dimensions over which a DTensor is sharded; none for a plain or replicated tensor.
+
+    Raises:
+        ValueError: for a Partial placement, whose local tensors are summands and no shards.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(f"a gradient has the placements {tensor.placements}: redistribute it, Partial is no shard")
+    return tuple(dim for dim, placement in enumerate(tensor.placements) if _is_shard(placement))
+
+
+def _is_shard(placement: object) -> bool:
+    # _StridedShard (FSDP over tensor parallel) is no subclass of Shard in every release; both know is_shard().
+    return isinstance(placement, Shard) or bool(getattr(placement, "is_shard", lambda: False)())
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """Whether a parameter has no storage yet."""
+    return tensor.device.type == "meta" or local(tensor).device.type == "meta"
+
+
