@@ -1,0 +1,1 @@
+"""What tests share: shapes, tolerances with their reasons, and reference implementations written from the design."""
