@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor
 
+from flashdist.sharding.local_shard import local as local_shard
+
 
 @dataclass(frozen=True)
 class MemorySummary:
@@ -76,12 +78,6 @@ def state_kind(key: str) -> str:
     return "scales" if key.endswith("_scale") else "moments"
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """The shard of a DTensor that this rank holds; any other tensor as it is."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor.detach() if to_local is None else to_local().detach()
-
-
 def storage_key(tensor: Tensor) -> int:
     """A number that two tensors alive at the same time share exactly if they look into one storage.
 
@@ -97,7 +93,7 @@ def summarize(
     state: Iterable[tuple[str, Tensor]],
     derived: Iterable[Tensor],
     *,
-    local: Callable[[Tensor], Tensor] = local_tensor,
+    local: Callable[[Tensor], Tensor] = local_shard,
 ) -> MemorySummary:
     """Counts the storages behind an optimizer's tensors.
 

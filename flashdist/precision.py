@@ -30,7 +30,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from flashdist.memory import local_tensor, storage_key
+from flashdist.memory import storage_key
+from flashdist.sharding.local_shard import local
 
 Keep = str | nn.Module | type[nn.Module]
 
@@ -131,7 +132,7 @@ def _chosen(model: nn.Module, keep_fp32: Iterable[Keep]) -> set[str]:
     chosen: set[str] = set()
     for entry in keep_fp32:
         if isinstance(entry, str):
-            matched = {name for name in [*modules, *tensors] if name and fnmatchcase(name, entry)}
+            matched = {name for name in [*modules, *tensors] if fnmatchcase(name, entry)}
         elif isinstance(entry, nn.Module):
             matched = {name for name, module in modules.items() if module is entry}
         elif isinstance(entry, type) and issubclass(entry, nn.Module):
@@ -184,7 +185,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, target: torch.dtype) ->
             f"cast_model: parameter {name!r} has a gradient in {parameter.grad.dtype} and is to become {target}; "
             "call zero_grad() first"
         )
-    shard = local_tensor(parameter)
+    shard = local(parameter).detach()
     if target == torch.float16 and shard.numel() and not shard.is_meta:
         low, high = (bound.item() for bound in torch.aminmax(shard))
         if max(-low, high) >= _FP16_OVERFLOW:
@@ -205,7 +206,7 @@ def _ties(floating: dict[str, nn.Parameter], targets: dict[str, torch.dtype]) ->
             raise ValueError(
                 f"cast_model: {fp32!r} and {other!r} are tied, but only {fp32!r} is kept in fp32; keep both or neither"
             )
-        if _same_view(local_tensor(a), local_tensor(b)):
+        if _same_view(local(a), local(b)):
             if a is not b and second not in aliases:
                 _check_mergeable(first, a, second, b)
                 aliases[second] = first
@@ -225,7 +226,7 @@ def _overlapping(floating: dict[str, nn.Parameter]) -> Iterator[tuple[str, str]]
     storages: dict[int, list[tuple[int, int, int]]] = {}
     names = list(floating)
     for order, parameter in enumerate(floating.values()):
-        view = local_tensor(parameter)
+        view = local(parameter)
         if view.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
             start = int(view.storage_offset())

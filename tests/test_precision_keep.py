@@ -185,6 +185,20 @@ def test_only_the_outermost_kept_module_rounds():
     assert hooks(model) == {"1": (1, 1)}
 
 
+def test_a_kept_module_with_two_owners_has_one_pair_of_hooks():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.LayerNorm(4)))
+    model[1].append(model[0][0])
+    cast_model(model, keep_fp32=[nn.Linear])
+    assert hooks(model) == {"0.0": (1, 1)}
+
+
+def test_a_norm_that_runs_natively_gets_no_hook_when_named():
+    model = cast_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), keep_fp32=[nn.BatchNorm1d])
+    assert kept(model) == {"1.weight", "1.bias"}
+    assert hooks(model) == {}
+    assert model(torch.randn(3, 4, dtype=BF16)).dtype == BF16
+
+
 def test_containers_pass_the_hook_on_to_their_children():
     model = LanguageModel()
     cast_model(model, keep_fp32=["blocks"])

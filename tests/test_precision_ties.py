@@ -100,11 +100,50 @@ def test_disjoint_slices_of_one_storage_are_cast_apart():
     assert torch.equal(torch.cat([p.float() for p in model.parameters()]), flat)
 
 
-def test_empty_parameters_are_not_taken_for_tied():
+def test_an_empty_slice_overlaps_nothing():
+    flat = torch.zeros(8)
     model = nn.Module()
-    model.a, model.b = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0))
+    model.a, model.b = nn.Parameter(flat[:6]), nn.Parameter(flat[2:2])
     cast_model(model, keep_fp32=["a"])
     assert dtypes(model) == {"a": FP32, "b": BF16}
+
+
+# Wrapper subclasses
+
+
+class Pair(torch.Tensor):
+    """A tensor that is the sum of two inner ones, which it keeps as ordinary attributes."""
+
+    @staticmethod
+    def __new__(cls, a: torch.Tensor, b: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype, device=a.device)
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.a, self.b = a, b
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Pair(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        a, b = ([getattr(x, part) if isinstance(x, Pair) else x for x in args] for part in ("a", "b"))
+        return Pair(func(*a, **(kwargs or {})), func(*b, **(kwargs or {})))
+
+
+def test_a_wrapper_that_keeps_its_parts_in_attributes():
+    model = nn.Module()
+    model.weight = weight = nn.Parameter(Pair(torch.ones(3), torch.full((3,), 2.0)))
+    weight.tag = "mine"
+    cast_model(model)
+    assert model.weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.tag == "mine"
+    assert weight.dtype == weight.a.dtype == weight.b.dtype == BF16
+    assert (weight.a[0], weight.b[0]) == (1, 2)
 
 
 # DTensors
