@@ -53,8 +53,8 @@ class GateResult:
             return f"{self.optimizer}: {self.status}, {self.reason}"
         return (
             f"{self.optimizer}: {self.status}, error {self.exact_error:.1e} in exact formats "
-            f"(at most {self.exact_tolerance:.0e}), {self.default_error:.1e} with the defaults "
-            f"(at most {self.default_tolerance:.0e}) {self.reason}".rstrip()
+            f"(at most {self.exact_tolerance:.1e}), {self.default_error:.1e} with the defaults "
+            f"(at most {self.default_tolerance:.1e}) {self.reason}".rstrip()
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sets", help=f"comma-separated, of: {', '.join(SETS)}\n(default: all but smoke; smoke on a CPU)")
     names = textwrap.fill(", ".join(OPTIMIZERS), 80)
     p.add_argument("--optimizers", help=f"comma-separated, of:\n{names}\n(default: all)")
+    p.add_argument("--threads", type=int, help="of the CPU; fewer than the cores on a busy machine (default: torch's)")
     p.add_argument("--iters", type=int, default=30, help="steps a figure is the median of; slow steps get fewer")
     p.add_argument("--out", type=Path, help="result file (default: benchmarks/results/step-DEVICE-DATE.json)")
     p.add_argument("--plot", type=Path, help="plot file (default: the result's name with .png)")
@@ -88,9 +89,10 @@ def run_worker(name: str, optimizers: list[str], sets: list[str], args: argparse
         out, log = Path(folder, "records"), Path(folder, "log")
         command = [sys.executable, "-m", "benchmarks.step", "--worker", name, "--worker-out", str(out)]
         command += ["--device", args.device, "--iters", str(args.iters)]
+        command += ["--threads", str(args.threads)] if args.threads else []
         command += ["--sets", ",".join(sets), "--optimizers", ",".join(optimizers)]
         with log.open("w") as output:
-            # A session of its own: a peer's compiler processes end with it.
+            # A process group of its own: a peer's compiler processes end with it.
             process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
             try:
                 code = process.wait(timeout)
@@ -199,6 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     sets = chosen(args.sets, SETS, everything if args.device == "cuda" else ["smoke"])
     names = chosen(args.optimizers, OPTIMIZERS, list(OPTIMIZERS))
     if args.worker:
+        if args.threads:
+            torch.set_num_threads(args.threads)
         worker.run(args.worker, names, sets, args.device, args.iters, args.worker_out)
         return 0
     try:

@@ -20,12 +20,24 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def test_command_writes_a_result_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
-    arguments = ["--device", "cpu", "--sets", "smoke", "--optimizers", "torch_fused_fp32", "--iters", "3"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--sets",
+        "smoke",
+        "--optimizers",
+        "torch_fused_fp32",
+        "--iters",
+        "3",
+        "--threads",
+        "1",
+    ]
     assert step.main([*arguments, "--out", str(out), "--commit", "abc"]) == 0
     assert "torch_fused_fp32" in capsys.readouterr().out
     assert out.with_suffix(".png").stat().st_size > 5_000
     result = report.read(out)
     assert result["commit"] == "abc"
+    assert result["device"].endswith(", 1 threads")
     (row,) = result["rows"]
     assert tuple(row) == report.ROW
     assert (row["set"], row["optimizer"]) == ("smoke", "torch_fused_fp32")
