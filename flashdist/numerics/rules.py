@@ -103,7 +103,9 @@ def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, s: StepScalars) -> tuple[Te
 
 def lion(p: Tensor, g: Tensor, m: Tensor, v: Tensor, s: StepScalars) -> tuple[Tensor, Tensor, Tensor]:
     """Lion: the sign of an interpolated momentum. Chen et al., arXiv 2302.06675, algorithm 2."""
-    direction = (s.decay1 * m + s.gain1 * g).sign()
+    c = s.decay1 * m + s.gain1 * g
+    # torch's sign of NaN is 0, which would quietly freeze a weight whose momentum is lost.
+    direction = c.sign().where(c == c, c)
     return s.shrink * p - s.lr * direction, s.decay2 * m + s.gain2 * g, v
 
 

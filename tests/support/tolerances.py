@@ -48,6 +48,23 @@ TABLE: dict[str, Row] = {
     "case 26 equal scales, lr": Row(0.03, "case 26: what a step may exceed exact's by after gradients stop"),
     "case 26 lognormal scales, lr": Row(0.6, "case 26: the same, where neighbours differ by e"),
     "case 27 decay, relative": Row(1e-4, "case 27: w = 1, lr * wd = 1e-6, 10,000 steps"),
+    # The Triton kernel against the eager backend, one step from the same state.
+    # Interpreted: numpy's IEEE arithmetic; torch's own fp32 square root on a CPU is off by an ULP at one number in six.
+    "interpreted kernel, momentum codes": Row(0.0, "the same IEEE operations in the same order"),
+    "interpreted kernel, variance codes": Row(1.0, "the root's ULP moves a position over a rounding border"),
+    "interpreted kernel, momentum scale, relative": Row(0.0, "the same IEEE operations in the same order"),
+    "interpreted kernel, variance scale, relative": Row(1.2e-7, "one fp32 ULP of the square root"),
+    "interpreted kernel, fp32 moment, of the largest": Row(0.0, "the same IEEE operations in the same order"),
+    "interpreted kernel, weight, grid steps": Row(1.0, "the update's ULP moves a weight over a rounding border"),
+    "interpreted kernel, weight, of the largest": Row(4e-9, "two ULPs of an update of 0.01, beside weights of 0.5"),
+    # Compiled: products and sums are fused, divisions good to 2 ULP, square roots to 1.
+    "compiled kernel, momentum codes": Row(1.0, "a position near a rounding border, or the scale's own rounding"),
+    "compiled kernel, variance codes": Row(1.0, "a position near a rounding border"),
+    "compiled kernel, momentum scale, relative": Row(2.0**-7, "one bf16 ULP: the peak lies near a rounding border"),
+    "compiled kernel, variance scale, relative": Row(3.6e-7, "three fp32 ULPs: fused sum, root, torch's root"),
+    "compiled kernel, fp32 moment, of the largest": Row(2.4e-7, "two fp32 ULPs: fused products"),
+    "compiled kernel, weight, grid steps": Row(2.0, "fused sums and a rounding border of the split"),
+    "compiled kernel, weight, of the largest": Row(2.4e-7, "two fp32 ULPs of the largest: fused sums that cancel"),
 }
 
 

@@ -1,0 +1,49 @@
+"""Which backends there are to test here, and which tests this machine can run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    # Read by Triton when it is imported: without a GPU its kernels run in the interpreter, on CPU tensors.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.support.backends import BackendUnderTest  # noqa: E402
+
+BACKENDS = {
+    "eager": BackendUnderTest("eager", torch.device("cpu")),
+    "triton": BackendUnderTest("triton", torch.device("cuda" if CUDA else "cpu")),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The interpreter computes with numpy, which warns where a GPU quietly returns inf or NaN. Both branches of a
+    # tl.where are computed, so 0/0 in the one that is not taken is no fault of the kernel.
+    for message in ("invalid value encountered", "divide by zero encountered", "overflow encountered"):
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:RuntimeWarning:triton.runtime.interpreter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked gpu where there is none, and tests marked slow unless ``-m`` speaks of them."""
+    asked = config.getoption("-m")
+    left_out = {name for name, out in (("gpu", not CUDA), ("slow", "slow" not in asked)) if out}
+    dropped = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+@pytest.fixture(params=["eager", "triton"])
+def backend(request: pytest.FixtureRequest) -> BackendUnderTest:
+    """Builds optimizers whose steps run in one backend; tensors belong on ``backend.device``."""
+    return BACKENDS[request.param]
+
+
+@pytest.fixture
+def triton_backend() -> BackendUnderTest:
+    """The Triton backend alone: compiled where there is a GPU, interpreted elsewhere."""
+    return BACKENDS["triton"]
