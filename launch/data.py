@@ -1,7 +1,8 @@
 """Text that every Python installation carries, as bytes, split into training and validation parts.
 
-Two sources: the language reference in `pydoc_data.topics` (English prose, 0.5 MB) and the standard library's own modules
-(Python, over 10 MB). One token is one byte, so there is no tokenizer and the vocabulary is 256.
+There are two sources: the language reference in `pydoc_data.topics` (English prose, 0.5 MB) and the standard library's
+own modules (some 9 MB of Python, varying with its version). One token is one byte, so there is no tokenizer and the
+vocabulary is 256.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from torch import Tensor
 
 VOCAB_SIZE = 256
 # Folders of the standard library that are third-party, machine-made tables or present only in some installations.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "idlelib"}
+LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "lib2to3",
+    "idlelib",
+}
 
 
 @dataclass(frozen=True)

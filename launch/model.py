@@ -56,7 +56,7 @@ class Linear(nn.Linear):
 
 
 def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x @ weight.T in `dtype`, or in the weight's dtype where that is None; gradients come back in the inputs' dtypes."""
+    """x @ weight.T in `dtype` (None: the weight's own); each gradient comes back in its input's dtype."""
     dtype = dtype or weight.dtype
     return F.linear(x.to(dtype), weight.to(dtype))
 
