@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 import flashdist
+from flashdist.memory import summarize
 
 # BF16 weights are widened for the products: most CPUs multiply BF16 matrices very slowly. On a GPU this would be None.
 CONFIG = GPTConfig(vocab_size=VOCAB_SIZE, context=64, layers=4, heads=4, width=256, matmul_dtype=torch.float32)
@@ -33,16 +34,6 @@ VALIDATION_BATCHES = 96
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
-
-# Where each tensor of an optimizer's state belongs in the table.
-KIND_OF_STATE = {
-    "error": "corrections",
-    "exp_avg": "moments",
-    "exp_avg_sq": "moments",
-    "exp_avg_scale": "scales",
-    "exp_avg_sq_scale": "scales",
-    "step": "step counts",
-}
 
 
 def build(flash: bool, seed: int) -> tuple[GPT, torch.optim.Optimizer, Callable[[], Tensor]]:
@@ -66,27 +57,16 @@ def learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def measure_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Bytes per parameter of each kind, from the storages of the live tensors; a shared storage counts once."""
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for parameter in model.parameters():
-            yield "weights", parameter
-            if parameter.grad is not None:
-                yield "gradients", parameter.grad
-            for key, value in optimizer.state[parameter].items():
-                if isinstance(value, Tensor):
-                    yield KIND_OF_STATE[key], value
-
-    seen: set[int] = set()
-    sizes = dict.fromkeys(KINDS, 0)
-    for kind, tensor in tensors():
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            sizes[kind] += storage.nbytes()
-    parameters = sum(p.numel() for p in model.parameters())
-    return {kind: size / parameters for kind, size in sizes.items()}
+def measure_bytes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Bytes per parameter of each kind, from the storages of the live tensors."""
+    if isinstance(optimizer, flashdist.FlashOptimizer):
+        summary = optimizer.memory_summary()
+    else:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        state = [pair for kept in optimizer.state.values() for pair in kept.items()]
+        summary = summarize(parameters, gradients, state, derived=[])
+    return {kind: getattr(summary, kind) / summary.parameters for kind in KINDS}
 
 
 @torch.no_grad()
@@ -119,7 +99,7 @@ def train(flash: bool, corpus: Corpus, steps: int, seed: int, progress: Progress
             progress.console.print(f"{name}: step {len(losses)} of {steps}, loss {losses[-1]:.3f}")
     seconds = time.perf_counter() - start
     # The last gradients are still there, so this is what the run holds between a backward and its step.
-    kept = measure_bytes(model, optimizer)
+    kept = measure_bytes(optimizer)
     return Run(name, losses, validate(model, corpus.validation), kept, seconds, speed)
 
 

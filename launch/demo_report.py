@@ -9,13 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-# Each kind of memory with its colour in the picture, in the order in which the bars are stacked.
+# The kinds of memory that `flashdist.memory` tells apart, each with its colour in the picture, as the bars are stacked.
 KINDS = {
     "weights": "#1e3a5f",
     "corrections": "#c2410c",
     "moments": "#3b82a0",
     "scales": "#e0a458",
-    "step counts": "#000000",
+    "steps": "#000000",
+    "derived": "#000000",
     "gradients": "#b8c4ce",
 }
 REFERENCE_COLOUR, FLASH_COLOUR = "#9aa5b1", "#c2410c"
@@ -50,12 +51,12 @@ def table(reference: Run, flash: Run) -> Table:
     rows.add_column(reference.name, justify="right")
     rows.add_column(flash.name, justify="right")
     for kind in KINDS:
-        rows.add_row(kind, f"{reference.bytes_per_parameter[kind]:.2f}", f"{flash.bytes_per_parameter[kind]:.2f}")
+        rows.add_row(kind, f"{reference.bytes_per_parameter[kind]:.3f}", f"{flash.bytes_per_parameter[kind]:.3f}")
     share = flash.total_bytes / reference.total_bytes
     rows.add_row(
         "total",
-        f"{reference.total_bytes:.2f}",
-        f"{flash.total_bytes:.2f} ({share:.0%})",
+        f"{reference.total_bytes:.3f}",
+        f"{flash.total_bytes:.3f} ({share:.0%})",
         style="bold",
         end_section=True,
     )
@@ -123,7 +124,7 @@ def _plot_memory(axes: Axes, runs: list[Run]) -> None:
     bottoms = [0.0] * len(runs)
     for kind, colour in KINDS.items():
         heights = [run.bytes_per_parameter[kind] for run in runs]
-        if max(heights) < 0.05:  # step counts: invisible in the bar, so not in the legend either
+        if max(heights) < 0.05:  # step counts and fingerprints: too thin to be seen
             continue
         axes.bar(names, heights, bottom=bottoms, color=colour, label=kind, width=0.6)
         for place, (bottom, height) in enumerate(zip(bottoms, heights, strict=True)):
