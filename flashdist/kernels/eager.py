@@ -151,12 +151,14 @@ def _step_block(
 
     put = block.flat if state.quantized else (lambda x: x)
     if lo is not None:
-        assert state.correction is not None
         new_hi, new_lo = split(new_p, hi.dtype, lo.dtype)
-        block.of(state.correction).copy_(put(new_lo))
     else:
         new_hi, new_lo = new_p.to(hi.dtype), None
+    # Before anything is written: hi and lo may be views of what is about to change.
     same = _count_lost(block, put, p, new_p, hi, new_hi, lo, new_lo) if count_lost else None
+    if new_lo is not None:
+        assert state.correction is not None
+        block.of(state.correction).copy_(put(new_lo))
     block.of(weight).copy_(put(new_hi))
     _store_moments(block, state, (m, v), dither)
     return same
