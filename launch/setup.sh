@@ -36,7 +36,8 @@ make_venv() {
     fi
 }
 
-pip_install() { "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"; }
+# Errors are shown. Python warnings are not: setuptools has one for every editable installation.
+pip_install() { PYTHONWARNINGS=ignore "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 install_torch() {
     if "$PYTHON" -c 'import torch' 2>/dev/null; then
