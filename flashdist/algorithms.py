@@ -50,7 +50,7 @@ def _warn_slow_momentum(name: str, value: float, group: dict[str, Any]) -> None:
         warnings.warn(
             f"{name} = {value} is above {SLOW_MOMENTUM}: a momentum this slow changes less in a step than its 8-bit "
             "codes resolve. Use quantize=False for it.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -11,6 +11,8 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     # Read by Triton when it is imported: without a GPU its kernels run in the interpreter, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
+# The tensors here are small. On a busy machine threads that wait for each other made the eager step ten times slower.
+torch.set_num_threads(1)
 
 from tests.support.backends import BackendUnderTest  # noqa: E402
 
