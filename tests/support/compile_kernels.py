@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
-from flashdist.kernels import triton_launch, triton_step
+from flashdist.kernels import tiles, triton_launch, triton_step
 from flashdist.kernels.triton_rules import RULES
 
 TARGETS = {
@@ -82,16 +82,17 @@ def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, A
 
 def compile_step(config: Config, target: GPUTarget, grad: str | None = None):
     (rule, moments), weight, lo_bits, quantized, dither, check, masked = config
+    nvidia = target.backend == "cuda"
     return compile_kernel(
         triton_step.step_kernel,
-        {"table": "*i64", "scalars": "*fp32", "tile_tensor": "*i32", "lost": "*i32"},
+        {"table": "*i64", "scalars": "*fp32", "program_tensor": "*i32", "lost": "*i32"},
         {
             "RULE": RULES[rule], "MOMENTS": moments, "QUANTIZED": quantized, "WEIGHT": DTYPES[weight],
             "GRAD": DTYPES[grad or weight], "LO_BITS": lo_bits, "DITHER": dither, "CHECK": check, "MASKED": masked,
-            "FAST": target.backend == "cuda",
+            "FAST": nvidia, "TILES": tiles.TILES_PER_PROGRAM, "STAGES": 1 if masked else triton_launch.PIPELINE_STAGES,
         },
         target,
-        **triton_launch.STEP_OPTIONS,
+        **(triton_launch.NVIDIA_STEP_OPTIONS if nvidia else triton_launch.STEP_OPTIONS),
     )  # fmt: skip
 
 
