@@ -231,7 +231,22 @@ def test_s5_with_the_rounding_that_the_step_chooses(beta2):
     assert abs(float(sums[0] / sums[1]) - 1) < tolerance("S5 root variance, relative")
 
 
-# A lost group stays visible.
+# What the step makes of these functions.
+
+
+@pytest.mark.parametrize("beta2", [0.999, 0.99, 0.5])
+def test_the_step_rounds_the_variance_with_the_dither_of_its_step(beta2):
+    p = torch.nn.Parameter(torch.zeros(64, 32))
+    opt = adamw(p, betas=(0.9, beta2))
+    v = torch.zeros(64, 32)
+    for t in (1, 2, 3):
+        p.grad = normal((64, 32), t)
+        v = beta2 * v + (1.0 - beta2) * (p.grad * p.grad)
+        codes, scales = encode_variance(v, dither_offsets(t) if beta2 > DITHER_ABOVE_BETA2 else 0.5)
+        opt.step()
+        assert torch.equal(opt.state[p]["exp_avg_sq"], codes)
+        assert torch.equal(opt.state[p]["exp_avg_sq_scale"].flatten(), scales)
+        v = decode_variance(codes, scales)
 
 
 def test_a_nan_gradient_reaches_its_group_and_no_other():

@@ -282,3 +282,13 @@ def test_momentum_codes_do_not_depend_on_the_unit(seed: int, power: int):
     scaled, scale2 = encode_momentum(m * 2.0**power)
     assert torch.equal(scaled, codes)
     assert torch.equal(scale2.float(), scale.float() * 2.0**power)
+
+
+def test_a_momentum_past_the_limit_of_its_scale_is_lost_visibly():
+    """From 2^125 on GPUs' fast division fails: better NaN than wrong."""
+    for largest, lost in ((2.0**125 * (1 - 2**-8), False), (2.0**125, True), (-3e38, True)):
+        m = torch.ones(1, GROUP)
+        m[0, 7] = largest
+        codes, scale = encode_momentum(m)
+        assert bool(scale.isnan()) == lost
+        assert bool(decode_momentum(codes, scale).isnan().all()) == lost
