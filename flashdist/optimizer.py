@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -11,18 +11,17 @@ from torch import Tensor
 
 from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_backend
 from flashdist.memory import MemorySummary, summarize
-from flashdist.numerics.fingerprint import drop_stale, num_tiles
-from flashdist.numerics.groups import GroupLayout, group_layout
+from flashdist.numerics.fingerprint import drop_stale
+from flashdist.numerics.groups import group_layout
 from flashdist.numerics.rules import GroupScalars, Rule
-from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, Entry, state_format
 from flashdist.numerics.weight_split import join
+from flashdist.param_state import allocate, check_parameter, view
+from flashdist.roster import Roster, local_gradients, with_gradients
 from flashdist.sharding.global_norm import global_norm
 from flashdist.sharding.local_shard import check_placements, is_meta, local
 from flashdist.sharding.placement import place_like
-from flashdist.state_loading import check_and_convert
+from flashdist.state_loading import FORMAT_VERSION, VERSION_KEY, check_and_convert
 
-FORMAT_VERSION = 1
-WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Elements that master_weight() joins at a time.
 JOIN_CHUNK = 1 << 22
 
@@ -34,8 +33,8 @@ class NumericsError(RuntimeError):
 class FlashOptimizer(torch.optim.Optimizer):
     """Base of the five optimizers. Subclasses say what a param group means: :meth:`_rule`, :meth:`_scalars`, checks.
 
-    ``opt.state[p]`` holds plain tensors (DTensors where ``p`` is one): ``step``, ``error`` (the weight's correction) and
-    the moments with their ``*_scale``. Its keys, dtypes and bits are those of ``state_dict()``.
+    ``opt.state[p]`` holds plain tensors (DTensors where ``p`` is one): ``step``, ``error`` (the weight's correction)
+    and the moments with their ``*_scale``. Its keys, dtypes and bits are those of ``state_dict()``.
     """
 
     # GradScaler hands its scale and its found_inf to step() instead of multiplying the gradients.
@@ -44,14 +43,15 @@ class FlashOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], *, check_numerics: bool = False) -> None:
         self.check_numerics = check_numerics
         self._reset_caches()
-        super().__init__(params, {**defaults, "flashdist_format": FORMAT_VERSION})
+        super().__init__(params, {**defaults, VERSION_KEY: FORMAT_VERSION})
 
     def _reset_caches(self) -> None:
         """What is derived from state and param_groups; never saved."""
         self._backends: dict[str, Backend] = {}
         self._states: dict[Tensor, ParamState] = {}
-        self._snapshots: dict[Tensor, dict[str, Tensor]] = {}
+        self._roster: Roster | None = None
         self._known: list[Tensor] = []
+        self._known_groups: list[int] = []
         self._clip_factor: Tensor | None = None
 
     # What a subclass defines.
@@ -81,15 +81,19 @@ class FlashOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_group(group)
-            for i, p in enumerate(group["params"]):
-                _check_parameter(self._name(p, group, i), p, group)
+            for p in group["params"]:
+                check_parameter(self._name(p), p)
         except BaseException:
             self.param_groups.pop()
             raise
         group["base_lr"] = float(group["lr"])
-        self._known.extend(group["params"])
+        self._know(group, len(self.param_groups) - 1)
 
-    def _name(self, p: Tensor, group: dict[str, Any] | None = None, index: int = -1) -> str:
+    def _know(self, group: dict[str, Any], index: int) -> None:
+        self._known.extend(group["params"])
+        self._known_groups.extend([index] * len(group["params"]))
+
+    def _name(self, p: Tensor) -> str:
         """How error messages call a parameter: its name where known, else its place and shape."""
         for g, candidate in enumerate(self.param_groups):
             for i, q in enumerate(candidate["params"]):
@@ -118,73 +122,23 @@ class FlashOptimizer(torch.optim.Optimizer):
     # State.
 
     def _state_of(self, p: Tensor, group_index: int) -> ParamState:
-        """The kernels' view of a parameter's state, allocated at its first use."""
-        kept = self.state.get(p)
-        state = self._states.get(p)
-        if state is not None and kept is not None and _same_tensors(kept, self._snapshots[p]):
-            return state
+        """The kernels' view of a parameter's state, which is allocated at its first use."""
         group = self.param_groups[group_index]
-        if not kept:
-            kept = self.state[p] = self._allocate(p, group)
-        state = self._view_state(p, kept, group, group_index)
-        self._states[p] = state
-        self._snapshots[p] = dict(kept)
-        return state
-
-    def _format(self, p: Tensor, group: dict[str, Any], layout: GroupLayout) -> list[Entry]:
-        return state_format(self._rule(group), layout, p.dtype, group["master_weight_bits"], group["quantize"])
-
-    def _allocate(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        if is_meta(p):
-            raise RuntimeError(
-                f"{self._name(p)} is on the meta device, so its state cannot be allocated. Materialise it first "
-                "(model.to_empty(device=...) and initialise or load the weights)."
-            )
-        layout = group_layout(p.shape)
-        shard = local(p)
-        entries = self._format(p, group, layout.of_shard(shard.shape))
-        whole = self._format(p, group, layout)
-        tensors = {e.key: torch.zeros(e.shape, dtype=e.dtype, device=shard.device) for e in entries}
-        return {e.key: tensors[e.key] if e.key == STEP else place_like(p, tensors[e.key], e.shape) for e in whole}
-
-    def _view_state(self, p: Tensor, kept: dict[str, Tensor], group: dict[str, Any], index: int) -> ParamState:
-        shard = local(p)
-        layout = group_layout(p.shape).of_shard(shard.shape)
-        expected = self._format(p, group, layout)
-        tensors = {key: local(value) for key, value in kept.items()}
-        for entry in expected:
-            value = tensors.get(entry.key)
-            if value is None or value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
-                found = "nothing" if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
-                raise ValueError(
-                    f"state[{entry.key!r}] of {self._name(p)} must be {entry.dtype} of shape {entry.shape}, found "
-                    f"{found}. Restore the state with load_state_dict, and do not change master_weight_bits or quantize "
-                    "of a param group after its first step."
-                )
-            if value.device != shard.device or not value.is_contiguous():
-                raise ValueError(f"state[{entry.key!r}] of {self._name(p)} must be contiguous and on {shard.device}")
         rule = self._rule(group)
-        correction = tensors.get(ERROR)
-        tiles = None if correction is None else torch.zeros(num_tiles(layout.num_groups), dtype=torch.int32)
-        scales = tuple(tensors[n + SCALE_SUFFIX] for n in rule.moments if n + SCALE_SUFFIX in tensors)
-        return ParamState(
-            rule=rule,
-            layout=layout,
-            group=index,
-            step=tensors[STEP],
-            correction=correction,
-            moments=tuple(tensors[n] for n in rule.moments),
-            scales=scales,
-            fingerprint=None if tiles is None else tiles.to(shard.device),
-        )
+        if not self.state.get(p):
+            self.state[p] = allocate(self._name(p), p, group, rule)
+        new = view(self._name(p), p, self.state[p], group, group_index, rule)
+        old = self._states.get(p)
+        if old is not None and _same_state(old, new):
+            return old
+        self._states[p] = new
+        return new
 
     def _allocate_all(self) -> None:
         """State for every trainable parameter, as state_dict() promises."""
-        self._parameters()
-        for g, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if p.requires_grad or p in self.state:
-                    self._state_of(p, g)
+        for p, g in zip(self._parameters(), self._known_groups, strict=True):
+            if p.requires_grad or p in self.state:
+                self._state_of(p, g)
 
     def _drop_stale_corrections(self) -> None:
         """Zero the corrections of weights that were changed behind the optimizer, before anybody sees them."""
@@ -195,7 +149,7 @@ class FlashOptimizer(torch.optim.Optimizer):
     # Step.
 
     @torch.compiler.disable
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, once.
 
         Args:
@@ -218,41 +172,42 @@ class FlashOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        self._parameters()
         for group in self.param_groups:
             self._check_group(group)
         scalars = [self._scalars(group) for group in self.param_groups]
-        params, states, grads = self._with_gradients()
-        weights, copies = _contiguous_weights(params)
-        for device_type in {w.device.type for w in weights}:
-            on = [i for i, w in enumerate(weights) if w.device.type == device_type]
-            inputs = self._inputs(weights[on[0]].device)
-            if len(on) == len(weights):
-                lost = self._backend(device_type).step(states, weights, grads, scalars, inputs)
-            else:
-                some = [[x[i] for i in on] for x in (states, weights, grads)]
-                lost = self._backend(device_type).step(*some, scalars, inputs)  # type: ignore[arg-type]
-            if lost is not None:
-                self._report_lost([params[i] for i in on], [weights[i] for i in on], lost)
-        for p, copy in copies:
-            local(p).copy_(copy)
+        params, groups, grads = with_gradients(self._parameters(), self._known_groups)
+        grads = local_gradients(params, grads, self._local_gradient)
+        roster = self._roster
+        formats = [(self._rule(g), g["master_weight_bits"], g["quantize"]) for g in self.param_groups]
+        if roster is None or not roster.fits(params, formats, self.state):
+            roster = self._roster = Roster(params, groups, formats, self.state, self._state_of)
+        weights, copies = roster.weights()
+        for device_type in set(roster.device_types):
+            self._step_on(device_type, roster, weights, grads, scalars)
+        for weight, copy in copies:
+            weight.copy_(copy)
         self._clip_factor = None
 
-    def _with_gradients(self) -> tuple[list[Tensor], list[ParamState], list[Tensor]]:
-        params: list[Tensor] = []
-        states: list[ParamState] = []
-        grads: list[Tensor] = []
-        for g, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                grad = p.grad
-                if grad is None:
-                    continue
-                if type(grad) is not Tensor or grad.layout is not torch.strided or not grad.is_contiguous():
-                    grad = self._local_gradient(p, grad)
-                params.append(p)
-                states.append(self._state_of(p, g))
-                grads.append(grad)
-        return params, states, grads
+    def _step_on(
+        self,
+        device_type: str,
+        roster: Roster,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        scalars: list[GroupScalars],
+    ) -> None:
+        """Hand everything that lives on one kind of device to its backend."""
+        params, states, addresses = roster.params, roster.states, roster.addresses
+        if len(set(roster.device_types)) > 1:
+            on = [i for i, kind in enumerate(roster.device_types) if kind == device_type]
+            params, states, addresses = [params[i] for i in on], [states[i] for i in on], [addresses[i] for i in on]
+            weights, grads = [weights[i] for i in on], [grads[i] for i in on]
+        # GradScaler sets these two for the time of a step.
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        inputs = StepInputs(self._clip_factor, scale, found_inf, self.check_numerics, addresses)
+        lost = self._backend(device_type).step(states, weights, grads, scalars, inputs)
+        if lost is not None:
+            self._report_lost(params, weights, lost)
 
     def _local_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
         """A contiguous plain gradient; a copy only where it is expanded, transposed or strided."""
@@ -268,11 +223,6 @@ class FlashOptimizer(torch.optim.Optimizer):
         if device_type not in self._backends:
             self._backends[device_type] = make_backend(device_type)
         return self._backends[device_type]
-
-    def _inputs(self, device: torch.device) -> StepInputs:
-        # GradScaler sets these two for the time of a step.
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        return StepInputs(self._clip_factor, scale, found_inf, self.check_numerics)
 
     def _report_lost(self, params: Sequence[Tensor], weights: Sequence[Tensor], lost: Sequence[Tensor]) -> None:
         bad = []
@@ -297,8 +247,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         """Clip the global gradient norm in the next step.
 
         The norm is taken over all gradients of this optimizer and over all ranks of sharded ones. The gradients are not
-        written: the factor ``min(1, max_norm / (norm + 1e-6))`` is applied inside the next step, and dropped by it or by
-        zero_grad. There is no synchronisation with the host.
+        written: the factor ``min(1, max_norm / (norm + 1e-6))`` is applied inside the next step, and dropped by it or
+        by zero_grad. There is no synchronisation with the host.
 
         Args:
             max_norm: largest norm after clipping.
@@ -384,7 +334,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             group.update(loaded)
         # Formats may have changed with the groups: views and fingerprints of the old state are void.
         self._states.clear()
-        self._snapshots.clear()
+        self._roster = None
         for p, loaded_state in states.items():
             if loaded_state is None:
                 self.state.pop(p, None)
@@ -399,47 +349,23 @@ class FlashOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset_caches()
-        self._known = [p for group in self.param_groups for p in group["params"]]
+        for index, group in enumerate(self.param_groups):
+            self._know(group, index)
 
 
 def _copy_state(opt: FlashOptimizer, p: Tensor, loaded: dict[str, Tensor]) -> None:
     """Copy checked state tensors into the optimizer's own, one at a time."""
-    kept = opt.state.get(p)
-    fits = kept is not None and kept.keys() == loaded.keys()
-    fits = fits and all(kept[k].dtype == v.dtype and kept[k].shape == v.shape for k, v in loaded.items())
-    if not fits:
-        kept = opt.state[p] = opt._allocate(p, opt.param_groups[opt._group_of(p)])
+    kept: dict[str, Tensor] = opt.state.get(p, {})
+    alike = (kept[k].dtype == v.dtype and kept[k].shape == v.shape for k, v in loaded.items())
+    if kept.keys() != loaded.keys() or not all(alike):
+        group = opt.param_groups[opt._group_of(p)]
+        kept = opt.state[p] = allocate(opt._name(p), p, group, opt._rule(group))
     for key, value in loaded.items():
         local(kept[key]).copy_(local(value))
 
 
-def _same_tensors(kept: dict[str, Tensor], snapshot: dict[str, Tensor]) -> bool:
-    return len(kept) == len(snapshot) and all(map(is_, kept.values(), snapshot.values()))
-
-
-def _contiguous_weights(params: Iterable[Tensor]) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
-    """Local weights in their logical order. Transposed or channels_last ones are copied, and copied back after."""
-    weights: list[Tensor] = []
-    copies: list[tuple[Tensor, Tensor]] = []
-    for p in params:
-        weight = local(p)
-        if not weight.is_contiguous():
-            weight = weight.contiguous()
-            copies.append((p, weight))
-        weights.append(weight)
-    return weights, copies
-
-
-def _check_parameter(name: str, p: Tensor, group: dict[str, Any]) -> None:
-    if getattr(p, "_is_flat_param", False):
-        raise TypeError(
-            f"{name} is a flat parameter of FSDP1, which hides the shapes that the 8-bit groups need. Shard the model "
-            "with torch.distributed.fsdp.fully_shard (FSDP2) instead."
-        )
-    if p.dtype not in WEIGHT_DTYPES:
-        raise TypeError(
-            f"{name} is {p.dtype}: these optimizers take bfloat16, float16 and float32 parameters. "
-            "Cast the model (flashdist.cast_model) or leave this parameter out."
-        )
-    layout = group_layout(p.shape)
-    check_placements(name, p, layout)
+def _same_state(old: ParamState, new: ParamState) -> bool:
+    """Whether two views show the same tensors in the same role; the older one has the fingerprints."""
+    same = old.rule is new.rule and old.layout == new.layout and old.group == new.group
+    mine, theirs = ((s.step, s.correction, *s.moments, *s.scales) for s in (old, new))
+    return same and len(mine) == len(theirs) and all(map(is_, mine, theirs))

@@ -1,4 +1,5 @@
-"""Check a state dict against an optimizer, and turn torch.optim's dense state into codes, before anything is changed."""
+"""Check a state dict against an optimizer, and turn torch.optim's dense state into codes, before anything is
+changed."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ import torch
 from torch import Tensor
 
 from flashdist.numerics.groups import group_layout
-from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, Entry, encode_moment, state_format
+from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, encode_moment
+from flashdist.param_state import expected_entries
 from flashdist.sharding.local_shard import local
 from flashdist.sharding.placement import place_like
 
 if TYPE_CHECKING:
     from flashdist.optimizer import FlashOptimizer
 
+# Kept in every param group: the one place that DCP, FSDP and torch.save all carry along.
 VERSION_KEY = "flashdist_format"
+FORMAT_VERSION = 1
 # Hyperparameters that torch's optimizers and ours share; what else torch keeps in a group says how it runs its step.
 TORCH_HYPERPARAMETERS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "initial_lr",
@@ -62,8 +66,6 @@ def check_and_convert(opt: FlashOptimizer, state_dict: dict[str, Any]) -> tuple[
 
 
 def _own_group(saved: dict[str, Any], version: Any) -> dict[str, Any]:
-    from flashdist.optimizer import FORMAT_VERSION
-
     if version != FORMAT_VERSION:
         raise ValueError(
             f"the state dict has format version {version}, this release of flashdist reads {FORMAT_VERSION}: "
@@ -79,13 +81,8 @@ def _torch_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]
     return {k: v for k, v in known.items() if k in group or k == "initial_lr"}
 
 
-def _expected(opt: FlashOptimizer, p: Tensor, group: dict[str, Any]) -> list[Entry]:
-    layout = group_layout(p.shape)
-    return state_format(opt._rule(group), layout, p.dtype, group["master_weight_bits"], group["quantize"])
-
-
 def _check_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Tensor]:
-    expected = _expected(opt, p, group)
+    expected = expected_entries(p, group, opt._rule(group), group_layout(p.shape))
     name = opt._name(p)
     keys = [e.key for e in expected]
     if set(keys) != set(state):
@@ -121,7 +118,7 @@ def _encode_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: 
     out: dict[str, Tensor] = {}
     shard = local(p)
     layout = group_layout(p.shape).of_shard(shard.shape)
-    for entry in _expected(opt, p, group):
+    for entry in expected_entries(p, group, rule, group_layout(p.shape)):
         if entry.key == STEP:
             # torch's SGD does not count: its buffer is there from the first step on.
             step = state.get(STEP, float(bool(moments)))

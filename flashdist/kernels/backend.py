@@ -48,19 +48,21 @@ class ParamState:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Scalars on the device that a step takes without synchronising; None where not in use.
+    """What else a step takes. Scalars are on the device and never read by the host; None where not in use.
 
     Attributes:
         clip_factor: the gradients are multiplied by it.
         grad_scale: the gradients are divided by it (GradScaler).
         found_inf: where it is not 0, nothing changes (GradScaler).
         count_lost: count the elements whose update is lost in rounding.
+        weight_addresses: ``data_ptr()`` of every weight, in order.
     """
 
     clip_factor: Tensor | None = None
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     count_lost: bool = False
+    weight_addresses: list[int] | None = None
 
 
 class Backend(Protocol):

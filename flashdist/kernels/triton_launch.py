@@ -1,8 +1,9 @@
 """The Triton backend: what is launched, over which tables, and when the tables are rebuilt.
 
-One optimizer owns one :class:`TritonBackend`. For each device it keeps a :class:`Plan` of the tensors it steps together:
-buckets, the map from tiles to tensors, and the device tables of ``kernels/tiles.py``. A plan is rebuilt when the tensors
-change; when only addresses change (gradients do after zero_grad), the table alone is filled and uploaded again.
+One optimizer owns one :class:`TritonBackend`. For each device it keeps a :class:`Plan` of the tensors it steps
+together: buckets, the map from tiles to tensors, and the device tables of ``kernels/tiles.py``. A plan is rebuilt
+when the tensors change; when only addresses change (gradients do after zero_grad), the table alone is filled and
+uploaded again.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from flashdist.kernels.backend import ParamState, StepInputs, dithered
 from flashdist.kernels.triton_rules import RULES
 from flashdist.kernels.triton_step import prepare_kernel, step_kernel
 from flashdist.numerics.companding import GROUP
-from flashdist.numerics.fingerprint import TILE_GROUPS, num_tiles
+from flashdist.numerics.fingerprint import TILE, num_tiles
 from flashdist.numerics.rules import GroupScalars, Rule
 from flashdist.numerics.weight_split import correction_bits
 
 # Measured on an H200, see docs/decisions.md. Never autotuned: the kernel works in place.
-STEP_WARPS = 4
+STEP_OPTIONS: dict[str, int] = {"num_warps": 1}
+NVIDIA_STEP_OPTIONS: dict[str, int] = {"num_warps": 1, "maxnreg": 128}
+# Tiles whose loads are under way while one is computed.
+PIPELINE_STAGES = 3
+# Fewer full tiles than this in a bucket go with the masked launch.
+MIN_FULL_TILES = 4096
 PREPARE_BLOCK = 128
 ALIGNMENT = 16
 
@@ -55,11 +61,11 @@ class BucketKey:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a bucket: the tensor of each program's tile."""
+    """One launch of a bucket: the tensor of each program's tiles."""
 
     key: BucketKey
     masked: bool
-    tile_tensor: Tensor  # int32 [programs]
+    program_tensor: Tensor  # int32 [programs]
 
 
 class TritonBackend:
@@ -67,6 +73,8 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self._plans: dict[torch.device, Plan] = {}
+        self._last: list[ParamState] | None = None
+        self._devices: dict[torch.device, list[int]] = {}
         # What a captured CUDA graph reads must live, unchanged, as long as the graph may be replayed.
         self._captured: list[Plan] = []
 
@@ -78,15 +86,20 @@ class TritonBackend:
         groups: Sequence[GroupScalars],
         inputs: StepInputs,
     ) -> list[Tensor] | None:
-        devices = {w.device for w in weights}
-        if len(devices) == 1:
-            return self._step_device(devices.pop(), states, weights, grads, groups, inputs)
+        if self._last is None or not (len(states) == len(self._last) and all(map(is_, states, self._last))):
+            self._last = list(states)
+            self._devices = _by_device(weights)
+        weight_addresses = inputs.weight_addresses or _addresses(weights)
+        addresses = weight_addresses, _addresses(grads)
+        if len(self._devices) == 1:
+            (device,) = self._devices
+            return self._step_device(device, states, weights, grads, groups, inputs, addresses)
         lost: dict[int, Tensor] = {}
-        for device in sorted(devices, key=str):
-            on = [i for i, w in enumerate(weights) if w.device == device]
+        for device, on in self._devices.items():
             part = self._step_device(
-                device, [states[i] for i in on], [weights[i] for i in on], [grads[i] for i in on], groups, inputs
-            )
+                device, [states[i] for i in on], [weights[i] for i in on], [grads[i] for i in on], groups, inputs,
+                ([addresses[0][i] for i in on], [addresses[1][i] for i in on]),
+            )  # fmt: skip
             lost.update(zip(on, part or [], strict=False))
         return [lost[i] for i in range(len(states))] if inputs.count_lost else None
 
@@ -98,8 +111,8 @@ class TritonBackend:
         grads: Sequence[Tensor],
         groups: Sequence[GroupScalars],
         inputs: StepInputs,
+        addresses: Addresses,
     ) -> list[Tensor] | None:
-        addresses = _addresses(weights), _addresses(grads)
         with _on(device):
             plan = self._plans.get(device)
             if plan is None or not plan.fits(states, groups, grads, addresses):
@@ -133,7 +146,8 @@ class Plan:
         self.device = device
         self.states = list(states)
         self.keys = [_key(s, w, g, groups) for s, w, g in zip(states, weights, grads, strict=True)]
-        self.dither = _dither_pattern(states, groups)
+        self.rules = {s.group: s.rule for s in states}
+        self.dither = self._dithered(groups)
         self.grad_dtypes = [g.dtype for g in grads]
         self.aligned = _alignments(self.states, addresses)
         self._build_rows()
@@ -156,27 +170,33 @@ class Plan:
         rows = [_constant_row(s) for s in self.states]
         self.launches: list[Launch] = []
         for key, members in buckets.items():
+            full = self._full_tiles(members)
             for masked in (False, True):
-                tile_tensor = self._map_tiles(members, masked, rows)
-                if tile_tensor.numel():
-                    self.launches.append(Launch(key, masked, tile_tensor))
+                program_tensor = self._map_programs(members, full, masked, rows)
+                if program_tensor.numel():
+                    self.launches.append(Launch(key, masked, program_tensor))
         self.rows = torch.tensor(rows, dtype=torch.int64).view(len(rows), tiles.TABLE_COLUMNS)
 
-    def _map_tiles(self, members: Sequence[int], masked: bool, rows: list[list[int]]) -> Tensor:
-        """int32 ``[programs]``: which tensor each program of this launch works on."""
-        start, counts, owners = 0, [], []
+    def _full_tiles(self, members: Sequence[int]) -> list[int]:
+        """Per tensor the tiles that can go without masks; none where a launch of their own would not pay."""
+        full = []
         for i in members:
             layout = self.states[i].layout
-            full = layout.num_groups // TILE_GROUPS if self.aligned[i] and layout.row % GROUP == 0 else 0
-            full = min(full, layout.numel // (GROUP * TILE_GROUPS))
-            count = num_tiles(layout.num_groups) - full if masked else full
-            # tile = program - column, so the rest's first program stands for tile number `full`.
-            rows[i][tiles.FIRST_REST if masked else tiles.FIRST_FULL] = start - full if masked else start
-            counts.append(count)
-            owners.append(i)
-            start += count
-        owner = torch.tensor(owners, dtype=torch.int32)
-        return owner.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(self.device)
+            flat = layout.row % GROUP == 0 or not layout.grouped
+            full.append(layout.numel // TILE if self.aligned[i] and flat else 0)
+        return full if sum(full) >= MIN_FULL_TILES else [0] * len(full)
+
+    def _map_programs(self, members: Sequence[int], full: Sequence[int], masked: bool, rows: list[list[int]]) -> Tensor:
+        """int32 ``[programs]``: which tensor each program of this launch works on."""
+        start, counts = 0, []
+        for i, full_tiles in zip(members, full, strict=True):
+            rows[i][tiles.FULL_TILES] = full_tiles
+            rows[i][tiles.FIRST_REST if masked else tiles.FIRST_FULL] = start
+            count = num_tiles(self.states[i].layout.num_groups) - full_tiles if masked else full_tiles
+            counts.append(-(-count // tiles.TILES_PER_PROGRAM))
+            start += counts[-1]
+        owners = torch.tensor(list(members), dtype=torch.int32)
+        return owners.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(self.device)
 
     def fits(
         self,
@@ -190,10 +210,15 @@ class Plan:
             len(states) == len(self.states)
             and all(map(is_, states, self.states))
             and len(groups) == self.group_table.device.shape[0]
-            and self.dither == _dither_pattern(states, groups)
-            and self.grad_dtypes == [g.dtype for g in grads]
-            and (addresses == self.addresses or self.aligned == _alignments(states, addresses))
+            and self.dither == self._dithered(groups)
+            and (
+                addresses == self.addresses
+                or (self.grad_dtypes == [g.dtype for g in grads] and self.aligned == _alignments(states, addresses))
+            )
         )
+
+    def _dithered(self, groups: Sequence[GroupScalars]) -> list[bool]:
+        return [i in self.rules and dithered(self.rules[i], g) for i, g in enumerate(groups)]
 
     def copy_for_capture(self) -> Plan:
         """The same plan with tables of its own, which nothing but the captured graph will ever write."""
@@ -226,7 +251,9 @@ class Plan:
         values = [_group_row(g) for g in groups]
         if values != self.group_values:
             host = self.group_table.host()
-            host.copy_(torch.frombuffer(array("d", [x for row in values for x in row]), dtype=torch.float64).view_as(host))
+            host.copy_(
+                torch.frombuffer(array("d", [x for row in values for x in row]), dtype=torch.float64).view_as(host)
+            )
             self.group_table.send()
             self.group_values = values
         for i, group in enumerate(groups):
@@ -255,10 +282,10 @@ class Plan:
 
     def _launch_step(self, launch: Launch, count_lost: bool) -> None:
         key = launch.key
-        step_kernel[(launch.tile_tensor.numel(),)](
+        step_kernel[(launch.program_tensor.numel(),)](
             self.table.device,
             self.scalars,
-            launch.tile_tensor,
+            launch.program_tensor,
             self.lost,
             RULE=RULES[key.rule.name],
             MOMENTS=len(key.rule.moments),
@@ -269,14 +296,16 @@ class Plan:
             DITHER=key.dither,
             CHECK=count_lost,
             MASKED=launch.masked,
-            FAST=_FAST_DIVISION and self.device.type == "cuda",
-            num_warps=STEP_WARPS,
+            FAST=_NVIDIA and self.device.type == "cuda",
+            TILES=tiles.TILES_PER_PROGRAM,
+            STAGES=1 if launch.masked else PIPELINE_STAGES,
+            **(NVIDIA_STEP_OPTIONS if _NVIDIA else STEP_OPTIONS),
             **_FUSION,
         )
 
     def workspace(self) -> list[Tensor]:
         tables = [self.table.device, self.group_table.device, self.scalars, self.lost]
-        return [*tables, *(launch.tile_tensor for launch in self.launches)]
+        return [*tables, *(launch.program_tensor for launch in self.launches)]
 
 
 class Upload:
@@ -304,10 +333,17 @@ class Upload:
         self._next = (self._next + 1) % len(self._hosts)
 
 
-# ROCm's compiler has no division to speed up this way; Triton's interpreter knows IEEE division only.
-_FAST_DIVISION = torch.version.hip is None and not triton.knobs.runtime.interpret
+# PTX and fast division are NVIDIA's; Triton's interpreter knows neither.
+_NVIDIA = torch.version.hip is None and not triton.knobs.runtime.interpret
 # Multiplications and additions may be fused; the default of newer Triton releases differs.
 _FUSION: dict[str, Any] = {} if triton.knobs.runtime.interpret else {"enable_fp_fusion": True}
+
+
+def _by_device(weights: Sequence[Tensor]) -> dict[torch.device, list[int]]:
+    devices: dict[torch.device, list[int]] = {}
+    for i, weight in enumerate(weights):
+        devices.setdefault(weight.device, []).append(i)
+    return devices
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -322,11 +358,6 @@ def _key(state: ParamState, weight: Tensor, grad: Tensor, groups: Sequence[Group
     lo_bits = 0 if state.correction is None else correction_bits(state.correction.dtype)
     dither = state.quantized and dithered(state.rule, groups[state.group])
     return BucketKey(state.rule, weight.dtype, grad.dtype, state.quantized, lo_bits, dither)
-
-
-def _dither_pattern(states: Sequence[ParamState], groups: Sequence[GroupScalars]) -> list[bool]:
-    rules = {s.group: s.rule for s in states}
-    return [i in rules and dithered(rules[i], g) for i, g in enumerate(groups)]
 
 
 def _constant_row(state: ParamState) -> list[int]:

@@ -10,10 +10,23 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from flashdist.kernels.triton_packed import (
+    bf16_bits,
+    high_halves,
+    low_bytes,
+    scaled_bytes,
+    second_bytes,
+    signed_bytes_shifted,
+    signed_bytes_to_float,
+    truncated,
+)
+
 MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 FP32_INF = tl.constexpr(0x7F800000)
 FP16_REBIAS = tl.constexpr((127 - 15) << 23)
 TWICE_MOMENTUM_CODES = tl.constexpr(254.0)
+# Where magnitudes on the fine grid round up to bf16's infinity.
+ROUNDS_TO_INF = tl.constexpr(0x7F7F8000)
 # bf16 patterns between which a momentum scale may lie: 2^-126 and 2^125.
 SCALE_MIN_BITS = tl.constexpr(0x0080)
 SCALE_LOST_BITS = tl.constexpr(0x7E00)
@@ -21,19 +34,20 @@ DITHER_LANE_INT32 = tl.constexpr(3242174889 - 2**32)
 
 
 @triton.jit
-def join(hi, lo, WEIGHT: tl.constexpr, LO_BITS: tl.constexpr):
-    """int16 patterns and int32 corrections -> fp32 master weights."""
-    pattern = hi.to(tl.int32)
+def join(hi, lo, keep, WEIGHT: tl.constexpr, LO_BITS: tl.constexpr, FAST: tl.constexpr):
+    """int16 patterns and int8/int16 corrections that fit them (see :func:`fitting`) -> fp32 master weights.
+
+    ``keep`` is 1, or 0 to leave the corrections out.
+    """
     if WEIGHT == tl.bfloat16:
-        bits = pattern << 16
-        magnitude = bits & MAGNITUDE_MASK
-        # A non-finite hi carries no correction; a zero carries none below it (that would be a NaN pattern).
-        q = tl.maximum(magnitude + (lo << (16 - LO_BITS)), 0)
-        q = tl.where(magnitude >= FP32_INF, magnitude, q)
-        return (q | (bits ^ magnitude)).to(tl.float32, bitcast=True)
+        if LO_BITS == 8:
+            return (bf16_bits(hi, FAST) + signed_bytes_shifted(lo, FAST) * keep).to(tl.float32, bitcast=True)
+        else:
+            return (bf16_bits(hi, FAST) + lo.to(tl.int32) * keep).to(tl.float32, bitcast=True)
     else:
+        pattern = hi.to(tl.int32)
         magnitude = pattern & 0x7FFF
-        q = tl.maximum((magnitude << LO_BITS) + lo, 0)
+        q = (magnitude << LO_BITS) + lo.to(tl.int32) * keep
         if LO_BITS == 8:
             normal = (q << 5) + FP16_REBIAS
             subnormal = q.to(tl.float32) * 2.0**-32
@@ -47,6 +61,15 @@ def join(hi, lo, WEIGHT: tl.constexpr, LO_BITS: tl.constexpr):
 
 
 @triton.jit
+def fitting(hi, lo, WEIGHT: tl.constexpr):
+    """Corrections of unknown origin: 0 where no split can have made the pair, so that join never makes up a NaN."""
+    magnitude = hi.to(tl.int32) & 0x7FFF
+    inf: tl.constexpr = 0x7F80 if WEIGHT == tl.bfloat16 else 0x7C00
+    misfit = (magnitude >= inf) | ((magnitude == 0) & (lo < 0))
+    return tl.where(misfit, 0, lo)
+
+
+@triton.jit
 def divide(x, y, FAST: tl.constexpr):
     """``x / y``; FAST is a reciprocal and a product, good to 2 ULP for 2^-126 <= y <= 2^126 (a third of the work)."""
     if FAST:
@@ -56,19 +79,24 @@ def divide(x, y, FAST: tl.constexpr):
 
 
 @triton.jit
-def split(x, WEIGHT: tl.constexpr, LO_BITS: tl.constexpr):
-    """fp32 master weights, results of arithmetic -> int16 patterns and int32 corrections.
+def split(x, WEIGHT: tl.constexpr, LO_BITS: tl.constexpr, FAST: tl.constexpr):
+    """fp32 master weights, results of arithmetic -> int16 patterns, int8/int16 corrections, patterns in int32's upper
+    half.
 
     Arithmetic returns quiet NaNs only, whose magnitude is at least 0x7FC00000: one minimum makes them canonical.
     """
     bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(bits & MAGNITUDE_MASK, 0x7FC00000)
+    magnitude = bits & MAGNITUDE_MASK
     if WEIGHT == tl.bfloat16:
+        # On the grid of 24 bits (32: as it is); its low bits, as a signed number, are the correction.
+        fine = tl.minimum(magnitude + (0x80 if LO_BITS == 8 else 0), 0x7FC00000)
+        hi_bits = (fine + 0x8000) | (bits & -0x80000000)
+        # What rounds up to infinity keeps no correction; infinity and NaN themselves have none.
+        fine = tl.where(fine >= ROUNDS_TO_INF, 0, fine)
         if LO_BITS == 8:
-            q = (magnitude + 0x80) >> 8
+            return high_halves(hi_bits, FAST), second_bytes(fine, FAST), hi_bits
         else:
-            q = magnitude
-        inf: tl.constexpr = 0x7F80
+            return high_halves(hi_bits, FAST), fine.to(tl.int16), hi_bits
     else:
         clipped = tl.minimum(magnitude, 0x47800000)
         rebased = clipped - FP16_REBIAS
@@ -82,13 +110,11 @@ def split(x, WEIGHT: tl.constexpr, LO_BITS: tl.constexpr):
         whole = tl.floor(scaled)
         subnormal = whole.to(tl.int32) + (scaled - whole >= 0.5).to(tl.int32)
         q = tl.where(clipped < 0x38800000, subnormal, normal)
-        q = tl.where(magnitude == 0x7FC00000, 0x7E00 << LO_BITS, q)
-        inf: tl.constexpr = 0x7C00
-    half: tl.constexpr = 1 << (LO_BITS - 1)
-    hi = (q + half) >> LO_BITS
-    # What rounds up to infinity keeps no correction; infinity and NaN themselves have none.
-    lo = tl.where(hi >= inf, 0, q - (hi << LO_BITS))
-    return (hi | ((bits >> 16) & 0x8000)).to(tl.int16), lo
+        q = tl.where(magnitude > FP32_INF, 0x7E00 << LO_BITS, q)
+        hi = (q + (1 << (LO_BITS - 1))) >> LO_BITS
+        lo = tl.where(hi >= 0x7C00, 0, q - (hi << LO_BITS)).to(tl.int8 if LO_BITS == 8 else tl.int16)
+        hi_bits = (hi << 16) | (bits & -0x80000000)
+        return high_halves(hi_bits, FAST), lo, hi_bits
 
 
 @triton.jit
@@ -116,15 +142,16 @@ def narrow(x, WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def group_peak(size):
-    """Largest element of each group of non-negative floats, as int32 bits: inf and NaN order above every number."""
-    return tl.max(size.to(tl.int32, bitcast=True), axis=1)
+def group_peak(magnitude):
+    """Largest of each group of fp32 magnitudes, given and returned as int32 bits: inf and NaN order above every
+    number."""
+    return tl.max(magnitude, axis=1)
 
 
 @triton.jit
 def decode_momentum(codes, scale_bits, FAST: tl.constexpr):
     """int8 codes ``[n, 32]``, bf16 scales as int16 bits ``[n]`` -> fp32."""
-    c = codes.to(tl.int32).to(tl.float32)
+    c = signed_bytes_to_float(codes, FAST)
     scale = (scale_bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return divide(c, TWICE_MOMENTUM_CODES - tl.abs(c), FAST) * scale[:, None]
 
@@ -132,36 +159,39 @@ def decode_momentum(codes, scale_bits, FAST: tl.constexpr):
 @triton.jit
 def encode_momentum(m, FAST: tl.constexpr):
     """fp32 ``[n, 32]`` -> int8 codes, bf16 scales as int16 bits."""
-    size = tl.abs(m)
-    peak = group_peak(size)
+    bits = m.to(tl.int32, bitcast=True)
+    magnitude = bits & MAGNITUDE_MASK
+    peak = group_peak(magnitude)
     # Nearest bf16, ties to even (inf and NaN stay above SCALE_LOST_BITS).
-    rounded = tl.minimum(peak, FP32_INF) + 0x7FFF + ((peak >> 16) & 1)
-    rounded = rounded >> 16
-    scale_bits = tl.where(rounded < SCALE_MIN_BITS, 0, tl.where(rounded >= SCALE_LOST_BITS, 0x7FC0, rounded))
-    s = (scale_bits << 16).to(tl.float32, bitcast=True)[:, None]
-    y = divide(m, s + size, FAST) * TWICE_MOMENTUM_CODES
+    rounded = (tl.minimum(peak, FP32_INF) + 0x7FFF + ((peak >> 16) & 1)) >> 16
+    empty = rounded < SCALE_MIN_BITS
+    lost = rounded >= SCALE_LOST_BITS
+    scale_bits = tl.where(empty, 0, tl.where(lost, 0x7FC0, rounded))
+    # Over infinity every element has the code 0.
+    s = (tl.where(empty | lost, 0x7F80, rounded) << 16).to(tl.float32, bitcast=True)[:, None]
     # Halves away from zero. |m| exceeds s by at most 2^-8 of it, so the code never exceeds 127.
-    half = ((y.to(tl.int32, bitcast=True) & -0x80000000) | 0x3F000000).to(tl.float32, bitcast=True)
-    code = tl.where(s > 0, (y + half).to(tl.int32), 0)
-    return code.to(tl.int8), scale_bits.to(tl.int16)
+    half = ((bits & -0x80000000) | 0x3F000000).to(tl.float32, bitcast=True)
+    code = (divide(m, s + magnitude.to(tl.float32, bitcast=True), FAST) * TWICE_MOMENTUM_CODES + half).to(tl.int32)
+    return low_bytes(code, FAST), scale_bits.to(tl.int16)
 
 
 @triton.jit
-def decode_variance(codes, scale):
+def decode_variance(codes, scale, FAST: tl.constexpr):
     """uint8 codes ``[n, 32]``, fp32 scales ``[n]`` -> fp32."""
-    r = codes.to(tl.int32).to(tl.float32) * (scale * (1.0 / 255.0))[:, None]
+    r = scaled_bytes(codes, (scale * (1.0 / 255.0))[:, None], FAST)
     return r * r
 
 
 @triton.jit
-def encode_variance(v, dither):
+def encode_variance(v, dither, FAST: tl.constexpr):
     """fp32 ``[n, 32]`` and offsets ``[1, 32]`` or a number -> uint8 codes, fp32 scales. tl.sqrt flushes subnormals."""
-    r = tl.sqrt(v)
-    peak = group_peak(r)
-    scale = tl.where(peak >= FP32_INF, 0x7FC00000, peak).to(tl.float32, bitcast=True)
-    code = tl.minimum(tl.maximum(r * (255.0 / scale)[:, None] + dither, 1.0), 255.0).to(tl.int32)
-    code = tl.where((r > 0) & (scale > 0)[:, None], code, 0)
-    return code.to(tl.uint8), scale
+    r = tl.sqrt(v)  # never negative, never -0
+    peak = group_peak(r.to(tl.int32, bitcast=True))
+    lost = peak >= FP32_INF
+    scale = tl.where(lost, 0x7FC00000, peak).to(tl.float32, bitcast=True)
+    per_root = tl.where(lost | (peak == 0), 0.0, 255.0 / scale)[:, None]
+    code = tl.where(r > 0, tl.minimum(tl.maximum(r * per_root + dither, 1.0), 255.0), 0.0)
+    return low_bytes(truncated(code, FAST), FAST).to(tl.uint8, bitcast=True), scale
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The fused step: one launch for all tensors of a bucket, whatever the rule, weight dtype and state format.
 
-Each program takes one tile (32 groups of 32 elements) through the whole step in registers: join the master weight,
+Each program takes one tile (16 groups of 32 elements) through the whole step in registers: join the master weight,
 decode the moments, apply the rule, split, encode, store in place.
 """
 
@@ -16,17 +16,19 @@ from flashdist.kernels.triton_numerics import (
     dither_offsets,
     encode_momentum,
     encode_variance,
+    fitting,
     join,
     narrow,
     split,
     widen,
 )
+from flashdist.kernels.triton_packed import bf16_bits
 from flashdist.numerics import companding, fingerprint
 
 GROUP = tl.constexpr(companding.GROUP)
 TILE_GROUPS = tl.constexpr(fingerprint.TILE_GROUPS)
-POSITION_MULTIPLIER = tl.constexpr(fingerprint.POSITION_MULTIPLIER - 2**32)
-POSITION_OFFSET = tl.constexpr(fingerprint.POSITION_OFFSET - 2**32)
+PLACE_MULTIPLIER = tl.constexpr(fingerprint.PLACE_MULTIPLIER - 2**32)
+PLACE_OFFSET = tl.constexpr(fingerprint.PLACE_OFFSET - 2**32)
 DITHER_STEP = tl.constexpr(companding.DITHER_STEP)
 
 WEIGHT_COL = tl.constexpr(tiles.WEIGHT)
@@ -40,6 +42,7 @@ FINGERPRINT_COL = tl.constexpr(tiles.FINGERPRINT)
 STEP_COL = tl.constexpr(tiles.STEP)
 NUM_GROUPS_COL = tl.constexpr(tiles.NUM_GROUPS)
 ROW_COL = tl.constexpr(tiles.ROW)
+FULL_TILES_COL = tl.constexpr(tiles.FULL_TILES)
 FIRST_FULL_COL = tl.constexpr(tiles.FIRST_FULL)
 FIRST_REST_COL = tl.constexpr(tiles.FIRST_REST)
 PARAM_GROUP_COL = tl.constexpr(tiles.PARAM_GROUP)
@@ -77,7 +80,8 @@ def prepare_kernel(
     HAS_FOUND_INF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Advance the step counts and write each tensor's scalars of this step: numerics.rules.GroupScalars.at on device."""
+    """Advance the step counts and write each tensor's scalars of this step: numerics.rules.GroupScalars.at on
+    device."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = t < num_tensors
     row = table + t.to(tl.int64) * TABLE_COLUMNS
@@ -143,156 +147,196 @@ def address(cell, TYPE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def tile_sum(hi, position_weight):
-    """The fingerprint of a tile of int16 patterns (masked elements are 0)."""
-    total = tl.sum(tl.sum(hi.to(tl.int32) * position_weight, axis=1), axis=0)
+def tile_sum(bits):
+    """The fingerprint of a tile: numerics.fingerprint. ``bits`` holds a 16-bit pattern in each upper half, 0 where
+    masked."""
+    PAIRS: tl.constexpr = GROUP // 2
+    even, odd = tl.split(tl.reshape(bits, [TILE_GROUPS, PAIRS, 2]))
+    pair = (odd & -0x10000) + (even.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
+    place = tl.arange(0, TILE_GROUPS)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    product = pair * (place * PLACE_MULTIPLIER + PLACE_OFFSET)
+    mixed = product ^ (product.to(tl.uint32, bitcast=True) >> 16).to(tl.int32, bitcast=True)
+    total = tl.sum(tl.sum(mixed, axis=1), axis=0)
     return tl.where(total == 0, 1, total)
 
 
 @triton.jit
-def step_tile(
+def load_scalars(s):
+    """The numerics.rules.StepScalars of a tensor."""
+    return (
+        tl.load(s + 0), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5),
+        tl.load(s + 6), tl.load(s + 7), tl.load(s + 8), tl.load(s + 9), tl.load(s + 10), tl.load(s + 11),
+    )  # fmt: skip
+
+
+@triton.jit
+def load_addresses(
     row,
-    s,
-    tile,
-    element,  # int64, first element of the tile
-    first_group,  # int64, first group of the tile
-    offsets,  # [32, 32] relative to element
-    mask,  # [32, 32]
-    group_mask,  # [32]
-    lost,
-    RULE: tl.constexpr,
     MOMENTS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
     LO_BITS: tl.constexpr,
-    DITHER: tl.constexpr,
-    CHECK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Pointers to a tensor's weight, gradient, correction, fingerprints, moments and scales (the weight's where
+    absent)."""
+    # Full tiles move 16 bytes of a 16-bit tensor and 8 of an 8-bit one in an instruction: eight elements of each, so
+    # that all share one layout. Wider promises would make the compiler exchange data between threads before it stores.
+    ALIGN: tl.constexpr = 1 if MASKED else 16
+    STATE_ALIGN: tl.constexpr = 1 if MASKED else (8 if QUANTIZED else 16)
+    LO_ALIGN: tl.constexpr = 1 if MASKED else LO_BITS
+    weight = address(row + WEIGHT_COL, tl.float32 if WEIGHT == tl.float32 else tl.int16, ALIGN)
+    grad = address(row + GRAD_COL, tl.int16 if GRAD == tl.bfloat16 else GRAD, ALIGN)
+    lo, mark, m, m_scale, v, v_scale = weight, weight, weight, weight, weight, weight
+    if LO_BITS != 0:
+        lo = address(row + CORRECTION_COL, tl.int8 if LO_BITS == 8 else tl.int16, LO_ALIGN)
+        mark = address(row + FINGERPRINT_COL, tl.int32, 4)
+    if MOMENTS >= 1:
+        m = address(row + MOMENT1_COL, tl.int8 if QUANTIZED else tl.float32, STATE_ALIGN)
+        if QUANTIZED:
+            m_scale = address(row + SCALE1_COL, tl.int16, ALIGN)
+    if MOMENTS >= 2:
+        v = address(row + MOMENT2_COL, tl.uint8 if QUANTIZED else tl.float32, STATE_ALIGN)
+        if QUANTIZED:
+            v_scale = address(row + SCALE2_COL, tl.float32, ALIGN)
+    return weight, grad, lo, mark, m, m_scale, v, v_scale
+
+
+@triton.jit
+def load_tile(
+    at,
+    offsets,
+    mask,
+    group_mask,
+    MOMENTS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    LO_BITS: tl.constexpr,
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    ALIGN: tl.constexpr = 1 if MASKED else 16
+    """Stored weight and correction, master weight, gradient and moments of a tile; fp32 but for the first two."""
+    weight_ptr, grad_ptr, lo_ptr, mark_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr = at
     group = tl.arange(0, TILE_GROUPS)
-    lane = tl.arange(0, GROUP)
-    WEIGHT_BITS: tl.constexpr = tl.float32 if WEIGHT == tl.float32 else tl.int16
-    GRAD_BITS: tl.constexpr = tl.int16 if GRAD == tl.bfloat16 else GRAD
-
-    weight_ptr = address(row + WEIGHT_COL, WEIGHT_BITS, ALIGN) + element
-    grad_ptr = address(row + GRAD_COL, GRAD_BITS, ALIGN) + element
     hi = load(weight_ptr, offsets, mask, MASKED)
+    lo = hi
     grad = load(grad_ptr, offsets, mask, MASKED)
-
+    m = tl.zeros([TILE_GROUPS, GROUP], tl.float32)
+    v = m
     if LO_BITS != 0:
-        LO: tl.constexpr = tl.int8 if LO_BITS == 8 else tl.int16
-        lo_ptr = address(row + CORRECTION_COL, LO, ALIGN) + element
-        lo = load(lo_ptr, offsets, mask, MASKED).to(tl.int32)
-
-    STATE1: tl.constexpr = tl.int8 if QUANTIZED else tl.float32
-    STATE2: tl.constexpr = tl.uint8 if QUANTIZED else tl.float32
+        mark = tl.load(mark_ptr)
+        lo = load(lo_ptr, offsets, mask, MASKED)
     if MOMENTS >= 1:
-        m_ptr = address(row + MOMENT1_COL, STATE1, ALIGN) + element
-        m_state = load(m_ptr, offsets, mask, MASKED)
+        m = load(m_ptr, offsets, mask, MASKED)
         if QUANTIZED:
-            ms_ptr = address(row + SCALE1_COL, tl.int16, ALIGN) + first_group
-            m_scale = load(ms_ptr, group, group_mask, MASKED)
+            m = decode_momentum(m, load(m_scale_ptr, group, group_mask, MASKED), FAST)
     if MOMENTS >= 2:
-        v_ptr = address(row + MOMENT2_COL, STATE2, ALIGN) + element
-        v_state = load(v_ptr, offsets, mask, MASKED)
+        v = load(v_ptr, offsets, mask, MASKED)
         if QUANTIZED:
-            vs_ptr = address(row + SCALE2_COL, tl.float32, ALIGN) + first_group
-            v_scale = load(vs_ptr, group, group_mask, MASKED)
-
+            v = decode_variance(v, load(v_scale_ptr, group, group_mask, MASKED), FAST)
     if LO_BITS != 0:
         # Corrections count only while the weights are the ones that the last step wrote.
-        position_weight = (group[:, None] * GROUP + lane[None, :]) * POSITION_MULTIPLIER + POSITION_OFFSET
-        mark_ptr = tl.load(row + FINGERPRINT_COL).to(tl.pointer_type(tl.int32)) + tile
-        mark = tl.load(mark_ptr)
-        known = (mark == 0) | (mark == tile_sum(hi, position_weight))
-        lo = tl.where(known, lo, 0)
-        p = join(hi, lo, WEIGHT, LO_BITS)
+        fresh = (mark == tile_sum(bf16_bits(hi, FAST))).to(tl.int32)
+        p = join(hi, lo, fresh, WEIGHT, LO_BITS, FAST)
+        if mark == 0:
+            p = join(hi, fitting(hi, lo, WEIGHT), 1, WEIGHT, LO_BITS, FAST)
     else:
         p = widen(hi, WEIGHT)
-
     if GRAD == tl.bfloat16:
-        g = (grad.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        g = bf16_bits(grad, FAST).to(tl.float32, bitcast=True)
     else:
         g = grad.to(tl.float32)
-    g = g * tl.load(s + GRAD_FACTOR_COL)
+    return hi, lo, p, g, m, v
 
-    m = g
-    v = g
-    if MOMENTS >= 1:
-        if QUANTIZED:
-            m = decode_momentum(m_state, m_scale, FAST)
-        else:
-            m = m_state
-    else:
-        m = tl.zeros([TILE_GROUPS, GROUP], tl.float32)
-    if MOMENTS >= 2:
-        if QUANTIZED:
-            v = decode_variance(v_state, v_scale)
-        else:
-            v = v_state
 
-    p_new, m, v = RULE(
-        p,
-        g,
-        m,
-        v,
-        tl.load(s + 0),
-        tl.load(s + 1),
-        tl.load(s + 2),
-        tl.load(s + 3),
-        tl.load(s + 4),
-        tl.load(s + 5),
-        tl.load(s + 6),
-        tl.load(s + 7),
-        tl.load(s + 8),
-        tl.load(s + 9),
-        tl.load(s + 10),
-        tl.load(s + 11),
-        FAST,
-    )
-
+@triton.jit
+def store_weight(
+    at, p, offsets, mask, WEIGHT: tl.constexpr, LO_BITS: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr
+):
+    """Split and store a tile's master weights with their fingerprint; returns what was stored."""
+    weight_ptr, grad_ptr, lo_ptr, mark_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr = at
     if LO_BITS != 0:
-        hi_new, lo_new = split(p_new, WEIGHT, LO_BITS)
-        store(lo_ptr, offsets, lo_new.to(LO), mask, MASKED)
-        tl.store(mark_ptr, tile_sum(tl.where(mask, hi_new, 0) if MASKED else hi_new, position_weight))
+        hi, lo, bits = split(p, WEIGHT, LO_BITS, FAST)
+        store(lo_ptr, offsets, lo, mask, MASKED)
+        tl.store(mark_ptr, tile_sum(tl.where(mask, bits, 0) if MASKED else bits))
     else:
-        hi_new = narrow(p_new, WEIGHT)
-    store(weight_ptr, offsets, hi_new, mask, MASKED)
+        hi = narrow(p, WEIGHT)
+        lo = hi
+    store(weight_ptr, offsets, hi, mask, MASKED)
+    return hi, lo
 
-    if CHECK:
-        same = (hi_new == hi) & (p_new != p)
-        if LO_BITS != 0:
-            same = same & (lo_new == lo)
-        tl.atomic_add(lost, tl.sum(tl.sum((same & mask).to(tl.int32), axis=1), axis=0))
 
+@triton.jit
+def store_moments(
+    at,
+    m,
+    v,
+    dither,
+    offsets,
+    mask,
+    group_mask,
+    MOMENTS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    MASKED: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Encode and store a tile's moments."""
+    weight_ptr, grad_ptr, lo_ptr, mark_ptr, m_ptr, m_scale_ptr, v_ptr, v_scale_ptr = at
+    group = tl.arange(0, TILE_GROUPS)
     if MOMENTS >= 1:
         if QUANTIZED:
-            m_codes, m_scale = encode_momentum(m, FAST)
-            store(m_ptr, offsets, m_codes, mask, MASKED)
-            store(ms_ptr, group, m_scale, group_mask, MASKED)
-        else:
-            store(m_ptr, offsets, m, mask, MASKED)
+            m, m_scale = encode_momentum(m, FAST)
+            store(m_scale_ptr, group, m_scale, group_mask, MASKED)
+        store(m_ptr, offsets, m, mask, MASKED)
     if MOMENTS >= 2:
         if QUANTIZED:
-            if DITHER:
-                base = tl.load(s + DITHER_BASE_COL).to(tl.int32, bitcast=True)
-                v_codes, v_scale = encode_variance(v, dither_offsets(base, lane)[None, :])
-            else:
-                v_codes, v_scale = encode_variance(v, 0.5)
-            store(v_ptr, offsets, v_codes, mask, MASKED)
-            store(vs_ptr, group, v_scale, group_mask, MASKED)
-        else:
-            store(v_ptr, offsets, v, mask, MASKED)
+            v, v_scale = encode_variance(v, dither, FAST)
+            store(v_scale_ptr, group, v_scale, group_mask, MASKED)
+        store(v_ptr, offsets, v, mask, MASKED)
+
+
+@triton.jit
+def program_tiles(row, program, num_groups, MASKED: tl.constexpr, TILES: tl.constexpr):
+    """The first tile of a program, and the one after its last."""
+    full_tiles = tl.load(row + FULL_TILES_COL)
+    if MASKED:
+        first = full_tiles + (program - tl.load(row + FIRST_REST_COL)) * TILES
+        return first, tl.minimum(first + TILES, (num_groups + TILE_GROUPS - 1) // TILE_GROUPS)
+    else:
+        first = (program - tl.load(row + FIRST_FULL_COL)) * TILES
+        return first, tl.minimum(first + TILES, full_tiles)
+
+
+@triton.jit
+def tile_places(tile, elements, num_groups, MASKED: tl.constexpr):
+    """Where a tile lies: its first element, the offsets of its elements from there, and which of them exist."""
+    group = tl.arange(0, TILE_GROUPS)
+    lane = tl.arange(0, GROUP)
+    first_group = tile * TILE_GROUPS
+    if MASKED:
+        # Rows that are no multiple of 32 end in a partial group: find each group's row and its width there.
+        groups_per_row = (elements + GROUP - 1) // GROUP
+        first_row = first_group // groups_per_row
+        first_in_row = first_group - first_row * groups_per_row
+        in_row = first_in_row + group.to(tl.int64)
+        rows_on = in_row // groups_per_row
+        in_row = in_row - rows_on * groups_per_row
+        start = rows_on * elements + (in_row - first_in_row) * GROUP
+        group_mask = first_group + group < num_groups
+        mask = (lane[None, :] < (elements - in_row * GROUP)[:, None]) & group_mask[:, None]
+        return first_row * elements + first_in_row * GROUP, start[:, None] + lane[None, :], mask, group_mask
+    else:
+        offsets = group[:, None] * GROUP + lane[None, :]
+        return first_group * GROUP, offsets, offsets >= 0, group >= 0
 
 
 @triton.jit
 def step_kernel(
     table,
     scalars,
-    tile_tensor,
+    program_tensor,
     lost,
     RULE: tl.constexpr,
     MOMENTS: tl.constexpr,
@@ -304,41 +348,37 @@ def step_kernel(
     CHECK: tl.constexpr,
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Step one tile: full ones without masks (MASKED False), partial, gapped or unaligned ones with them."""
+    """Step TILES tiles: full ones without masks (MASKED False), partial, gapped or unaligned ones with them."""
     program = tl.program_id(0).to(tl.int64)
-    t = tl.load(tile_tensor + program).to(tl.int64)
+    t = tl.load(program_tensor + program).to(tl.int64)
     row = table + t * TABLE_COLUMNS
     s = scalars + t * SCALAR_COLUMNS
     if tl.load(s + SKIP_COL) != 0.0:
         return
-    group = tl.arange(0, TILE_GROUPS)
-    lane = tl.arange(0, GROUP)
-    if MASKED:
-        tile = program - tl.load(row + FIRST_REST_COL)
-        first_group = tile * TILE_GROUPS
-        elements = tl.load(row + ROW_COL)
-        groups_per_row = (elements + GROUP - 1) // GROUP
-        first_row = first_group // groups_per_row
-        first_in_row = first_group - first_row * groups_per_row
-        # Rows that are no multiple of 32 end in a partial group: find each group's row and its width there.
-        in_row = first_in_row + group.to(tl.int64)
-        rows_on = in_row // groups_per_row
-        in_row = in_row - rows_on * groups_per_row
-        start = rows_on * elements + (in_row - first_in_row) * GROUP
-        width = elements - in_row * GROUP
-        group_mask = first_group + group < tl.load(row + NUM_GROUPS_COL)
-        mask = (lane[None, :] < width[:, None]) & group_mask[:, None]
-        element = first_row * elements + first_in_row * GROUP
-        offsets = start[:, None] + lane[None, :]
-    else:
-        tile = program - tl.load(row + FIRST_FULL_COL)
-        first_group = tile * TILE_GROUPS
-        element = first_group * GROUP
-        offsets = group[:, None] * GROUP + lane[None, :]
-        mask = offsets >= 0
-        group_mask = group >= 0
-    step_tile(
-        row, s, tile, element, first_group, offsets, mask, group_mask, lost + t,
-        RULE, MOMENTS, QUANTIZED, WEIGHT, GRAD, LO_BITS, DITHER, CHECK, MASKED, FAST,
-    )  # fmt: skip
+    weight, grad, lo, mark, m, m_scale, v, v_scale = load_addresses(
+        row, MOMENTS, QUANTIZED, WEIGHT, GRAD, LO_BITS, MASKED
+    )
+    step_scalars = load_scalars(s)
+    grad_factor = tl.load(s + GRAD_FACTOR_COL)
+    dither = 0.5
+    if DITHER:
+        dither = dither_offsets(tl.load(s + DITHER_BASE_COL).to(tl.int32, bitcast=True), tl.arange(0, GROUP))[None, :]
+    elements = tl.load(row + ROW_COL)
+    num_groups = tl.load(row + NUM_GROUPS_COL)
+    first, last = program_tiles(row, program, num_groups, MASKED, TILES)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        e, offsets, mask, group_mask = tile_places(tile, elements, num_groups, MASKED)
+        k = tile * TILE_GROUPS
+        at = (weight + e, grad + e, lo + e, mark + tile, m + e, m_scale + k, v + e, v_scale + k)
+        hi_old, lo_old, p_old, g, m_new, v_new = load_tile(
+            at, offsets, mask, group_mask, MOMENTS, QUANTIZED, WEIGHT, GRAD, LO_BITS, MASKED, FAST
+        )
+        p, m_new, v_new = RULE(p_old, g * grad_factor, m_new, v_new, step_scalars, FAST)
+        hi_new, lo_new = store_weight(at, p, offsets, mask, WEIGHT, LO_BITS, MASKED, FAST)
+        if CHECK:
+            same = (hi_new == hi_old) & (lo_new == lo_old) & (p != p_old) & mask
+            tl.atomic_add(lost + t, tl.sum(tl.sum(same.to(tl.int32), axis=1), axis=0))
+        store_moments(at, m_new, v_new, dither, offsets, mask, group_mask, MOMENTS, QUANTIZED, MASKED, FAST)

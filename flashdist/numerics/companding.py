@@ -56,13 +56,15 @@ def encode_momentum(m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_momentum(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode momentum: with ``y = code / 127``, ``m = s * y / (2 - |y|)``; int8 ``[..., 32]``, bf16 ``[...]`` -> fp32."""
+    """Decode momentum: with ``y = code / 127``, ``m = s * y / (2 - |y|)``; int8 ``[..., 32]``, bf16 ``[...]`` ->
+    fp32."""
     c = codes.to(torch.float32)
     return c / (2.0 * MOMENTUM_CODES - c.abs()) * scale.to(torch.float32).unsqueeze(-1)
 
 
 def encode_variance(v: Tensor, dither: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
-    """Encode the variance on the axis of its root, ``code = floor(255 * r / s + dither)``, ``r = sqrt(v)``, ``s = max r``.
+    """Encode the variance on the axis of its root, ``code = floor(255 * r / s + dither)``, ``r = sqrt(v)``, ``s = max
+    r``.
 
     Args:
         v: fp32 ``[..., 32]``, not negative.
@@ -75,9 +77,11 @@ def encode_variance(v: Tensor, dither: Tensor | float = 0.5) -> tuple[Tensor, Te
     """
     r = torch.where(v < SMALLEST_NORMAL, 0.0, v.sqrt())
     scale = torch.where(_all_finite(r), r.amax(dim=-1), torch.nan)
-    s = scale.unsqueeze(-1)
-    code = (r * (VARIANCE_CODES / s) + dither).floor_().clamp_(1.0, float(VARIANCE_CODES))
-    return torch.where((r > 0) & (s > 0), code, 0.0).to(VARIANCE_CODE_DTYPE), scale
+    # In an empty group every root is 0. In a lost one the codes do not matter; they are 1 where there is a root.
+    per_root = torch.where(scale > 0, VARIANCE_CODES / scale, 0.0).unsqueeze(-1)
+    code = (r * per_root + dither).floor_()
+    code = torch.fmax(code, code.new_ones(())).clamp_(max=float(VARIANCE_CODES))
+    return torch.where(r > 0, code, 0.0).to(VARIANCE_CODE_DTYPE), scale
 
 
 def decode_variance(codes: Tensor, scale: Tensor) -> Tensor:

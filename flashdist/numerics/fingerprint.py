@@ -1,12 +1,15 @@
-"""A fingerprint of the 16-bit weights, one uint32 a tile, that tells when they were changed behind the optimizer.
+"""A fingerprint of the 16-bit weights, one uint32 a tile of 512 elements, that tells when they were changed behind
+the optimizer.
 
 A correction belongs to the weight it was split off from. Whoever writes to the weight afterwards (a loaded state dict,
 an EMA swap, a mask, a broadcast) leaves a correction that no longer fits. Each step stores a fingerprint of the weights
 it wrote; the next one compares before it joins, and takes corrections of a tile that differs as 0.
 
-The fingerprint of a tile is the sum over its elements of ``bits * weight(position) mod 2^32``, where the position
-weights are odd: changing one element, or swapping two, always changes the sum; anything else escapes with 2^-32.
-The value 0 is kept for "not known yet: trust the correction", so a sum of 0 is stored as 1.
+The fingerprint of a tile is a sum over its pairs of neighbours. The 32 bits of a pair are multiplied by the odd
+weight of the pair's place, mod 2^32, and mixed by ``y ^ (y >> 16)``. Both maps are one to one: a change within one
+pair always changes the sum; what touches several pairs escapes with a chance of 2^-32. (Mixing before the
+multiplication would leave the sum linear in the upper halves, where 2 * w, -w and 0 * w can cancel over a tile:
+measured.) The value 0 is kept for "not known yet: trust the correction", so a sum of 0 is stored as 1.
 """
 
 from __future__ import annotations
@@ -17,24 +20,24 @@ from torch import Tensor
 from flashdist.numerics.companding import GROUP
 from flashdist.numerics.groups import to_groups
 
-TILE_GROUPS = 32
+TILE_GROUPS = 16
 TILE = TILE_GROUPS * GROUP
 UNKNOWN = 0
-# Even multiplier and odd offset: every position weight is odd, and the difference of two is divisible by 2 only.
-POSITION_MULTIPLIER = 0x9E3779B2
-POSITION_OFFSET = 0x85EBCA6B
+# Even multiplier and odd offset: every weight is odd, and no two agree in their lowest 17 bits.
+PLACE_MULTIPLIER = 0x9E3779B2
+PLACE_OFFSET = 0x85EBCA6B
 _CHUNK_TILES = 256
 
 
 def num_tiles(num_groups: int) -> int:
-    """Tiles of 32 groups that cover a tensor."""
+    """Tiles that cover a tensor."""
     return -(-num_groups // TILE_GROUPS)
 
 
-def position_weights(device: torch.device | None = None) -> Tensor:
-    """int32 ``[1024]``: the odd factor of each position in a tile (two's complement of the uint32)."""
-    position = torch.arange(TILE, dtype=torch.int64, device=device)
-    return ((position * POSITION_MULTIPLIER + POSITION_OFFSET) % 2**32).to(torch.int32)
+def place_weights(device: torch.device | None = None) -> Tensor:
+    """int32 ``[TILE / 2]``: the odd factor of each pair of a tile (two's complement of the uint32)."""
+    place = torch.arange(TILE // 2, dtype=torch.int64, device=device)
+    return ((place * PLACE_MULTIPLIER + PLACE_OFFSET) % 2**32).to(torch.int32)
 
 
 def fingerprint(weight: Tensor, row: int) -> Tensor:
@@ -45,27 +48,24 @@ def fingerprint(weight: Tensor, row: int) -> Tensor:
     """
     if weight.numel() == 0:
         return torch.empty(0, dtype=torch.int32, device=weight.device)
-    bits = weight.view(torch.int16).view(-1, row)
-    if row % GROUP == 0 or bits.shape[0] == 1:
-        bits = bits.view(1, -1)
-    weights = position_weights(weight.device)
-    sums = [_sum_tiles(chunk, weights) for chunk in _tile_chunks(bits)]
-    total = torch.cat(sums)
+    bits = weight.view(torch.int16).view(-1)
+    if row % GROUP and row != bits.numel():
+        bits = to_groups(bits.view(-1, row)).view(-1)
+    weights = place_weights(weight.device)
+    total = torch.cat([_sum_tiles(chunk, weights) for chunk in bits.split(_CHUNK_TILES * TILE)])
     return torch.where(total == UNKNOWN, 1, total)
 
 
-def _tile_chunks(bits: Tensor) -> list[Tensor]:
-    """The tensor as int16 pieces of whole tiles ``[n * 1024]``, the last one filled up with zeros."""
-    if bits.shape[0] == 1:
-        return list(bits.view(-1).split(_CHUNK_TILES * TILE))
-    return list(to_groups(bits).view(-1).split(_CHUNK_TILES * TILE))
-
-
 def _sum_tiles(chunk: Tensor, weights: Tensor) -> Tensor:
+    """int16 ``[n]`` -> int32 ``[ceil(n / TILE)]``; a partial tile is filled up with zeros."""
     padding = -chunk.numel() % TILE
     if padding:
         chunk = torch.nn.functional.pad(chunk, (0, padding))
-    return (chunk.view(-1, TILE).to(torch.int32) * weights).sum(dim=-1, dtype=torch.int32)
+    elif chunk.storage_offset() % 2:
+        chunk = chunk.clone()  # pairs are read as int32, which needs their alignment
+    pairs = chunk.view(torch.int32).view(-1, TILE // 2)
+    product = pairs * weights
+    return (product >> 16).bitwise_and_(0xFFFF).bitwise_xor_(product).sum(dim=-1, dtype=torch.int32)
 
 
 def stale_tiles(stored: Tensor, weight: Tensor, row: int) -> Tensor:

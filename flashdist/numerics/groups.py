@@ -83,7 +83,7 @@ def group_layout(global_shape: Sequence[int]) -> GroupLayout:
 
 def to_groups(rows: Tensor) -> Tensor:
     """``[r, row]`` -> ``[r * ceil(row/32), 32]``; the last group of a row is filled up with zeros."""
-    r, row = rows.shape
+    row = rows.shape[1]
     padding = -row % GROUP
     if padding:
         rows = torch.nn.functional.pad(rows, (0, padding))

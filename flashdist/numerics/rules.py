@@ -90,7 +90,8 @@ class Rule:
 
 
 def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, s: StepScalars) -> tuple[Tensor, Tensor, Tensor]:
-    """AdamW: decoupled weight decay. Loshchilov and Hutter, arXiv 1711.05101, algorithm 2 (as in torch, eps outside)."""
+    """AdamW: decoupled weight decay. Loshchilov and Hutter, arXiv 1711.05101, algorithm 2 (as in torch, eps
+    outside)."""
     m = s.decay1 * m + s.gain1 * g
     v = s.decay2 * v + s.gain2 * (g * g)
     return s.shrink * p - s.step_size * (m / (v.sqrt() * s.root_bias2 + s.eps)), m, v
@@ -110,7 +111,8 @@ def lion(p: Tensor, g: Tensor, m: Tensor, v: Tensor, s: StepScalars) -> tuple[Te
 
 
 def sgd(p: Tensor, g: Tensor, m: Tensor, v: Tensor, s: StepScalars) -> tuple[Tensor, Tensor, Tensor]:
-    """SGD with momentum, dampening, Nesterov and L2 weight decay. Sutskever et al., ICML 2013, eq. 1 to 4, torch's form."""
+    """SGD with momentum, dampening, Nesterov and L2 weight decay. Sutskever et al., ICML 2013, eq. 1 to 4, torch's
+    form."""
     g = g + s.l2 * p
     m = s.decay1 * m + s.gain1 * g
     return s.shrink * p - s.lr * (s.grad_weight * g + s.buffer_weight * m), m, v

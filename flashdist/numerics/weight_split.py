@@ -50,9 +50,9 @@ def split(x: Tensor, weight_dtype: torch.dtype, correction_dtype: torch.dtype) -
         correction_dtype: ``torch.int8`` (24-bit master weight) or ``torch.int16`` (32-bit).
 
     Returns:
-        ``(hi, lo)`` of x's shape in the two dtypes. For finite ``hi``, ``|join(hi, lo) - x|`` is at most ``ULP(hi)/512``
-        with int8; with int16 it is 0 for bf16 and at most ``ULP(hi)/131072`` for fp16. NaN gives the format's canonical
-        NaN and 0; a value that rounds to infinity gives infinity and 0.
+        ``(hi, lo)`` of x's shape in the two dtypes. For finite ``hi``, ``|join(hi, lo) - x|`` is at most
+        ``ULP(hi)/512`` with int8; with int16 it is 0 for bf16 and at most ``ULP(hi)/131072`` for fp16. NaN gives the
+        format's canonical NaN and 0; a value that rounds to infinity gives infinity and 0.
 
     Source: DESIGN 1.1; FlashOptim, arXiv 2602.23349, section 3.1 (weight splitting).
     """

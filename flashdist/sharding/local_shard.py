@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from flashdist.numerics.companding import GROUP
 from flashdist.numerics.groups import GroupLayout
@@ -35,14 +35,15 @@ def check_placements(name: str, parameter: Tensor, layout: GroupLayout) -> None:
                 f"{name} has the placement {placement}: a partial sum is no parameter. "
                 "Redistribute it to Shard or Replicate before the optimizer is built."
             )
-        if not _is_shard(placement) or layout.row_start is None or placement.dim < layout.row_start:
+        dim = _shard_dim(placement)
+        if dim is None or layout.row_start is None or dim < layout.row_start:
             continue
         inner = math.prod(layout.shape[layout.row_start + 1 :])
         size = parameter.device_mesh.size(mesh_dim)
         chunk = math.ceil(layout.shape[layout.row_start] / size)
-        if placement.dim > layout.row_start or (chunk * inner) % GROUP:
+        if dim > layout.row_start or (chunk * inner) % GROUP:
             raise ValueError(
-                f"{name} of shape {layout.shape} is sharded along dimension {placement.dim} over {size} ranks, which "
+                f"{name} of shape {layout.shape} is sharded along dimension {dim} over {size} ranks, which "
                 f"cuts a group of {GROUP} elements: groups lie in dimensions {layout.row_start} and up. Shard it along "
                 f"a dimension left of {layout.row_start}, or so that each shard holds a multiple of {GROUP} elements "
                 "of a row, or set quantize=False for it."
@@ -59,16 +60,15 @@ def sharded_mesh_dims(tensor: Tensor) -> tuple[int, ...]:
         return ()
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(f"a gradient has the placements {tensor.placements}: redistribute it, Partial is no shard")
-    return tuple(dim for dim, placement in enumerate(tensor.placements) if _is_shard(placement))
+    return tuple(dim for dim, placement in enumerate(tensor.placements) if _shard_dim(placement) is not None)
 
 
-def _is_shard(placement: object) -> bool:
-    # _StridedShard (FSDP over tensor parallel) is no subclass of Shard in every release; both know is_shard().
-    return isinstance(placement, Shard) or bool(getattr(placement, "is_shard", lambda: False)())
+def _shard_dim(placement: Placement) -> int | None:
+    """The tensor dimension that a placement cuts, or None."""
+    # _StridedShard (FSDP over tensor parallel) is no subclass of Shard in every release; both have a dim.
+    return getattr(placement, "dim", None) if placement.is_shard() else None
 
 
 def is_meta(tensor: Tensor) -> bool:
     """Whether a parameter has no storage yet."""
     return tensor.device.type == "meta" or local(tensor).device.type == "meta"
-
-

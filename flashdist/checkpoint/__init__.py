@@ -1,0 +1,1 @@
+"""State on its way out of flashdist and back in."""

@@ -1,0 +1,107 @@
+"""The state of one parameter: allocated like the parameter is placed, checked, and viewed the way the kernels take
+it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashdist.kernels.backend import ParamState
+from flashdist.numerics.fingerprint import num_tiles
+from flashdist.numerics.groups import GroupLayout, group_layout
+from flashdist.numerics.rules import Rule
+from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, Entry, state_format
+from flashdist.sharding.local_shard import check_placements, is_meta, local
+from flashdist.sharding.placement import place_like
+
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_parameter(name: str, p: Tensor) -> None:
+    """Refuse what cannot be stepped.
+
+    Raises:
+        TypeError: an FSDP1 flat parameter, or a dtype other than bf16, fp16 and fp32.
+        ValueError: placements that are no shards or would cut a group.
+    """
+    if getattr(p, "_is_flat_param", False):
+        raise TypeError(
+            f"{name} is a flat parameter of FSDP1, which hides the shapes that the 8-bit groups need. Shard the model "
+            "with torch.distributed.fsdp.fully_shard (FSDP2) instead."
+        )
+    if p.dtype not in WEIGHT_DTYPES:
+        raise TypeError(
+            f"{name} is {p.dtype}: these optimizers take bfloat16, float16 and float32 parameters. "
+            "Cast the model (flashdist.cast_model) or leave this parameter out."
+        )
+    check_placements(name, p, group_layout(p.shape))
+
+
+def expected_entries(p: Tensor, group: dict[str, Any], rule: Rule, layout: GroupLayout) -> list[Entry]:
+    """The state tensors of a parameter under the settings of its param group, with the shapes of ``layout``."""
+    return state_format(rule, layout, p.dtype, group["master_weight_bits"], group["quantize"])
+
+
+def allocate(name: str, p: Tensor, group: dict[str, Any], rule: Rule) -> dict[str, Tensor]:
+    """Fresh state, all zeros, in the parameter's own placements and on its device.
+
+    Raises:
+        RuntimeError: where the parameter is on the meta device.
+    """
+    if is_meta(p):
+        raise RuntimeError(
+            f"{name} is on the meta device, so its state cannot be allocated. Materialise it first "
+            "(model.to_empty(device=...) and initialise or load the weights)."
+        )
+    layout = group_layout(p.shape)
+    shard = local(p)
+    state = {}
+    for whole, part in zip(
+        expected_entries(p, group, rule, layout),
+        expected_entries(p, group, rule, layout.of_shard(shard.shape)),
+        strict=True,
+    ):
+        tensor = torch.zeros(part.shape, dtype=part.dtype, device=shard.device)
+        state[whole.key] = tensor if whole.key == STEP else place_like(p, tensor, whole.shape)
+    return state
+
+
+def view(name: str, p: Tensor, kept: dict[str, Tensor], group: dict[str, Any], index: int, rule: Rule) -> ParamState:
+    """The kernels' view of ``opt.state[p]``, after a check that it has the format of its param group.
+
+    Raises:
+        ValueError: naming the parameter, the entry, what was expected and found, and the remedy.
+    """
+    shard = local(p)
+    layout = group_layout(p.shape).of_shard(shard.shape)
+    tensors = {key: local(value) for key, value in kept.items()}
+    for entry in expected_entries(p, group, rule, layout):
+        value = tensors.get(entry.key)
+        if value is None or value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
+            found = "nothing" if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
+            raise ValueError(
+                f"state[{entry.key!r}] of {name} must be {entry.dtype} of shape {entry.shape}, found {found}. Restore "
+                "the state with load_state_dict, and do not change master_weight_bits, quantize or the parameter's "
+                "dtype after its first step."
+            )
+        if value.device != shard.device or not value.is_contiguous():
+            raise ValueError(
+                f"state[{entry.key!r}] of {name} must be contiguous and on {shard.device}, where the parameter is. "
+                "Move the model first, then build the optimizer or load its state."
+            )
+    correction = tensors.get(ERROR)
+    fingerprint = None
+    if correction is not None:
+        fingerprint = torch.zeros(num_tiles(layout.num_groups), dtype=torch.int32, device=shard.device)
+    return ParamState(
+        rule=rule,
+        layout=layout,
+        group=index,
+        step=tensors[STEP],
+        correction=correction,
+        moments=tuple(tensors[name] for name in rule.moments),
+        scales=tuple(tensors[name + SCALE_SUFFIX] for name in rule.moments if name + SCALE_SUFFIX in tensors),
+        fingerprint=fingerprint,
+    )

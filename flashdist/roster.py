@@ -1,0 +1,108 @@
+"""Who takes part in a step: parameters, their state as the kernels see it, weights and gradients, in one order.
+
+What stays the same from step to step is kept, and checked by identity in a few passes over plain lists: with thousands
+of small tensors the host's share of a step is these passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flashdist.kernels.backend import ParamState
+from flashdist.sharding.local_shard import local
+
+StateOf = Callable[[Tensor, int], ParamState]
+LocalGradient = Callable[[Tensor, Tensor], Tensor]
+
+
+class Roster:
+    """The parameters of one step and their states, while neither changes."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        groups: Sequence[int],
+        formats: object,
+        state: dict[Tensor, Any],
+        state_of: StateOf,
+    ) -> None:
+        self.params = list(params)
+        self.formats = formats
+        self.states = [state_of(p, g) for p, g in zip(params, groups, strict=True)]
+        self.sharded = any(isinstance(p, DTensor) for p in params)
+        self.addresses: list[int] = []
+        self.device_types: list[str] = []
+        self._looked_at: list[int] | None = None
+        self._kept: list[dict[str, Tensor]] = [state[p] for p in params]
+        self._snapshots = [dict(kept) for kept in self._kept]
+        self._singles = [(kept, key) for kept in self._kept for key, t in kept.items() if t.numel() == 1]
+        self._single_tensors = [kept[key] for kept, key in self._singles]
+
+    def fits(self, params: Sequence[Tensor], formats: object, state: dict[Tensor, Any]) -> bool:
+        """Whether these are the parameters, kept in these formats, and every state tensor is still the one viewed."""
+        if formats != self.formats or len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return False
+        kept = list(state.values()) if len(state) == len(params) else [state.get(p) for p in params]
+        return all(map(is_, kept, self._kept)) and self._same_tensors()
+
+    def _same_tensors(self) -> bool:
+        # Comparing dicts compares values by identity first, in one go. Only where a tensor was replaced its own == is
+        # asked, which fails for all but single elements; those are looked at one by one.
+        try:
+            if self._kept != self._snapshots:
+                return False
+        except RuntimeError:
+            return False
+        return all(map(is_, [kept[key] for kept, key in self._singles], self._single_tensors))
+
+    def weights(self) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """Local weights in logical order; those copied for it (transposed, channels_last) come with their copies
+        too."""
+        weights = [local(p) for p in self.params] if self.sharded else self.params
+        self.addresses = [w.data_ptr() for w in weights]
+        if self.addresses == self._looked_at:
+            return weights, []
+        self._look_at(weights)
+        contiguous = [w.contiguous() for w in weights]
+        copies = [(w, c) for w, c in zip(weights, contiguous, strict=True) if c is not w]
+        if copies:
+            self.addresses = [c.data_ptr() for c in contiguous]
+        else:
+            self._looked_at = self.addresses
+        return contiguous, copies
+
+    def _look_at(self, weights: Sequence[Tensor]) -> None:
+        """What can have changed only together with an address: a weight put in place of another, or moved."""
+        for weight, state in zip(weights, self.states, strict=True):
+            if weight.shape != state.layout.shape or weight.device != state.step.device:
+                raise RuntimeError(
+                    f"a parameter of shape {state.layout.shape} on {state.step.device} was replaced by data of shape "
+                    f"{tuple(weight.shape)} on {weight.device} after its state was made. Move or reshape the model "
+                    "before the optimizer's first step."
+                )
+        self.device_types = [w.device.type for w in weights]
+
+
+def with_gradients(params: list[Tensor], groups: list[int]) -> tuple[list[Tensor], list[int], list[Tensor]]:
+    """The parameters that have a gradient, their param groups, and the gradients."""
+    grads = [p.grad for p in params]
+    if type(None) not in set(map(type, grads)):
+        return params, groups, grads  # type: ignore[return-value]
+    there = [i for i, g in enumerate(grads) if g is not None]
+    return [params[i] for i in there], [groups[i] for i in there], [grads[i] for i in there]  # type: ignore[misc]
+
+
+def local_gradients(params: Sequence[Tensor], grads: list[Tensor], local_gradient: LocalGradient) -> list[Tensor]:
+    """Local plain gradients in logical order: themselves, but for expanded, strided or sharded ones."""
+    if set(map(type, grads)) <= {Tensor}:
+        try:
+            if all([g.is_contiguous() for g in grads]):  # noqa: C419 (a list is faster here)
+                return grads
+        except RuntimeError:  # a sparse gradient cannot even be asked; local_gradient refuses it by name
+            pass
+    return [local_gradient(p, g) for p, g in zip(params, grads, strict=True)]
