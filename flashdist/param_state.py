@@ -16,6 +16,10 @@ from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, Entry, st
 from flashdist.sharding.local_shard import check_placements, is_meta, local
 from flashdist.sharding.placement import place_like
 
+_REMEDY = (
+    "Restore the state with load_state_dict, and do not change master_weight_bits, quantize or the parameter's dtype "
+    "after its first step."
+)
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -77,14 +81,18 @@ def view(name: str, p: Tensor, kept: dict[str, Tensor], group: dict[str, Any], i
     shard = local(p)
     layout = group_layout(p.shape).of_shard(shard.shape)
     tensors = {key: local(value) for key, value in kept.items()}
-    for entry in expected_entries(p, group, rule, layout):
+    expected = expected_entries(p, group, rule, layout)
+    if len(expected) != len(tensors):
+        raise ValueError(
+            f"the state of {name} has the keys {sorted(tensors)}, its settings ask for {[e.key for e in expected]}. "
+            f"{_REMEDY}"
+        )
+    for entry in expected:
         value = tensors.get(entry.key)
         if value is None or value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
             found = "nothing" if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
             raise ValueError(
-                f"state[{entry.key!r}] of {name} must be {entry.dtype} of shape {entry.shape}, found {found}. Restore "
-                "the state with load_state_dict, and do not change master_weight_bits, quantize or the parameter's "
-                "dtype after its first step."
+                f"state[{entry.key!r}] of {name} must be {entry.dtype} of shape {entry.shape}, found {found}. {_REMEDY}"
             )
         if value.device != shard.device or not value.is_contiguous():
             raise ValueError(

@@ -7,7 +7,7 @@ of small tensors the host's share of a step is these passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from flashdist.kernels.backend import ParamState
 from flashdist.sharding.local_shard import local
+
+_GRAD = attrgetter("grad")
 
 StateOf = Callable[[Tensor, int], ParamState]
 LocalGradient = Callable[[Tensor, Tensor], Tensor]
@@ -64,7 +66,7 @@ class Roster:
         """Local weights in logical order; those copied for it (transposed, channels_last) come with their copies
         too."""
         weights = [local(p) for p in self.params] if self.sharded else self.params
-        self.addresses = [w.data_ptr() for w in weights]
+        self.addresses = list(map(Tensor.data_ptr, weights))
         if self.addresses == self._looked_at:
             return weights, []
         self._look_at(weights)
@@ -90,18 +92,18 @@ class Roster:
 
 def with_gradients(params: list[Tensor], groups: list[int]) -> tuple[list[Tensor], list[int], list[Tensor]]:
     """The parameters that have a gradient, their param groups, and the gradients."""
-    grads = [p.grad for p in params]
+    grads = list(map(_GRAD, params))
     if type(None) not in set(map(type, grads)):
-        return params, groups, grads  # type: ignore[return-value]
+        return params, groups, grads
     there = [i for i, g in enumerate(grads) if g is not None]
-    return [params[i] for i in there], [groups[i] for i in there], [grads[i] for i in there]  # type: ignore[misc]
+    return [params[i] for i in there], [groups[i] for i in there], [grads[i] for i in there]
 
 
 def local_gradients(params: Sequence[Tensor], grads: list[Tensor], local_gradient: LocalGradient) -> list[Tensor]:
     """Local plain gradients in logical order: themselves, but for expanded, strided or sharded ones."""
     if set(map(type, grads)) <= {Tensor}:
         try:
-            if all([g.is_contiguous() for g in grads]):  # noqa: C419 (a list is faster here)
+            if all(map(Tensor.is_contiguous, grads)):
                 return grads
         except RuntimeError:  # a sparse gradient cannot even be asked; local_gradient refuses it by name
             pass

@@ -125,14 +125,12 @@ def test_an_accelerated_optimizer_skips_too(backend: BackendUnderTest, broken: b
     assert [float(opt.state[p]["step"]) for p in params] == [1.0 if broken else 2.0] * 2
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="Accelerate takes a call of step() for a step taken, and an optimizer that skips by itself, without a "
-    "synchronisation, is always called: torch's fused AdamW shows the same",
-)
 @pytest.mark.parametrize("cls", [FlashAdamW, functools.partial(torch.optim.AdamW, fused=True)], ids=["ours", "torch"])
-def test_accelerate_sees_the_skip(cls: Any):
+def test_accelerate_calls_a_skip_a_step(cls: Any):
+    """Accelerate takes a call of step() for a step taken, and an optimizer that skips by itself is always called.
+
+    Ours is in this like torch's fused AdamW; the scale, which the scaler lowers, is where a skip shows.
+    """
     device = torch.device("cpu")
     params = parameters(SHAPES, FP16)
     opt = cls(params, lr=1e-2)
@@ -140,4 +138,5 @@ def test_accelerate_sees_the_skip(cls: Any):
     wrapped = accelerated(opt, scaler, device)
     backward(params, scaler, seed=0, broken=True)
     wrapped.step()
-    assert wrapped.step_was_skipped
+    assert not wrapped.step_was_skipped
+    assert scaler.get_scale() == 4.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import is_, or_
 from typing import Any
@@ -25,6 +25,7 @@ from flashdist.kernels import tiles
 from flashdist.kernels.backend import ParamState, StepInputs, dithered
 from flashdist.kernels.triton_rules import RULES
 from flashdist.kernels.triton_step import prepare_kernel, step_kernel
+from flashdist.kernels.upload import Upload
 from flashdist.numerics.companding import GROUP
 from flashdist.numerics.fingerprint import TILE, num_tiles
 from flashdist.numerics.rules import GroupScalars, Rule
@@ -32,7 +33,6 @@ from flashdist.numerics.weight_split import correction_bits
 
 # Measured on an H200, see docs/decisions.md. Never autotuned: the kernel works in place.
 STEP_OPTIONS: dict[str, int] = {"num_warps": 1}
-NVIDIA_STEP_OPTIONS: dict[str, int] = {"num_warps": 1, "maxnreg": 128}
 # Tiles whose loads are under way while one is computed.
 PIPELINE_STAGES = 3
 # Fewer full tiles than this in a bucket go with the masked launch.
@@ -59,13 +59,14 @@ class BucketKey:
     dither: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Launch:
-    """One launch of a bucket: the tensor of each program's tiles."""
+    """One launch of a bucket: the tensor of each program's tiles, and the kernel once it is compiled."""
 
     key: BucketKey
     masked: bool
     program_tensor: Tensor  # int32 [programs]
+    compiled: dict[bool, Any] = field(default_factory=dict)  # by count_lost
 
 
 class TritonBackend:
@@ -73,7 +74,7 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self._plans: dict[torch.device, Plan] = {}
-        self._last: list[ParamState] | None = None
+        self._last: Sequence[ParamState] | None = None
         self._devices: dict[torch.device, list[int]] = {}
         # What a captured CUDA graph reads must live, unchanged, as long as the graph may be replayed.
         self._captured: list[Plan] = []
@@ -86,8 +87,8 @@ class TritonBackend:
         groups: Sequence[GroupScalars],
         inputs: StepInputs,
     ) -> list[Tensor] | None:
-        if self._last is None or not (len(states) == len(self._last) and all(map(is_, states, self._last))):
-            self._last = list(states)
+        if states is not self._last:
+            self._last = states
             self._devices = _by_device(weights)
         weight_addresses = inputs.weight_addresses or _addresses(weights)
         addresses = weight_addresses, _addresses(grads)
@@ -144,8 +145,10 @@ class Plan:
         addresses: Addresses,
     ) -> None:
         self.device = device
+        self.source = states
         self.states = list(states)
         self.keys = [_key(s, w, g, groups) for s, w, g in zip(states, weights, grads, strict=True)]
+        self.prepare: dict[Any, Any] = {}
         self.rules = {s.group: s.rule for s in states}
         self.dither = self._dithered(groups)
         self.grad_dtypes = [g.dtype for g in grads]
@@ -188,12 +191,14 @@ class Plan:
 
     def _map_programs(self, members: Sequence[int], full: Sequence[int], masked: bool, rows: list[list[int]]) -> Tensor:
         """int32 ``[programs]``: which tensor each program of this launch works on."""
+        together = max(1, min(tiles.MAX_TILES_PER_PROGRAM, sum(full) // tiles.ENOUGH_PROGRAMS))
         start, counts = 0, []
         for i, full_tiles in zip(members, full, strict=True):
             rows[i][tiles.FULL_TILES] = full_tiles
+            rows[i][tiles.TILES_PER_PROGRAM] = together
             rows[i][tiles.FIRST_REST if masked else tiles.FIRST_FULL] = start
-            count = num_tiles(self.states[i].layout.num_groups) - full_tiles if masked else full_tiles
-            counts.append(-(-count // tiles.TILES_PER_PROGRAM))
+            rest = num_tiles(self.states[i].layout.num_groups) - full_tiles
+            counts.append(rest if masked else -(-full_tiles // together))
             start += counts[-1]
         owners = torch.tensor(list(members), dtype=torch.int32)
         return owners.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(self.device)
@@ -207,8 +212,7 @@ class Plan:
     ) -> bool:
         """Whether the launches of this plan serve these tensors, wherever they are now."""
         return (
-            len(states) == len(self.states)
-            and all(map(is_, states, self.states))
+            (states is self.source or (len(states) == len(self.states) and all(map(is_, states, self.states))))
             and len(groups) == self.group_table.device.shape[0]
             and self.dither == self._dithered(groups)
             and (
@@ -261,82 +265,74 @@ class Plan:
                 self.group_table.device[i, tiles.G_LR].copy_(group.lr.reshape(()))
 
     def _launch_prepare(self, inputs: StepInputs) -> None:
-        n = len(self.states)
-        if n == 0:
-            return
-        none = self.scalars
-        prepare_kernel[(triton.cdiv(n, PREPARE_BLOCK),)](
+        given = (inputs.clip_factor, inputs.grad_scale, inputs.found_inf)
+        there = [x is not None for x in given]
+        tensors = (
             self.table.device,
             self.group_table.device,
             self.scalars,
-            _here(inputs.clip_factor, none, self.device),
-            _here(inputs.grad_scale, none, self.device),
-            _here(inputs.found_inf, none, self.device),
-            n,
-            HAS_CLIP=inputs.clip_factor is not None,
-            HAS_SCALE=inputs.grad_scale is not None,
-            HAS_FOUND_INF=inputs.found_inf is not None,
-            BLOCK=PREPARE_BLOCK,
-            **_FUSION,
+            *(self.scalars if x is None else x.to(self.device, non_blocking=True) for x in given),
+            len(self.states),
         )
+        constants = {"HAS_CLIP": there[0], "HAS_SCALE": there[1], "HAS_FOUND_INF": there[2], "BLOCK": PREPARE_BLOCK}
+        grid = (triton.cdiv(len(self.states), PREPARE_BLOCK), 1, 1)
+        if self.states:
+            launch_cached(self.prepare, tuple(map(_dtype, given)), prepare_kernel, grid, tensors, constants, {})
 
     def _launch_step(self, launch: Launch, count_lost: bool) -> None:
-        key = launch.key
-        step_kernel[(launch.program_tensor.numel(),)](
-            self.table.device,
-            self.scalars,
-            launch.program_tensor,
-            self.lost,
-            RULE=RULES[key.rule.name],
-            MOMENTS=len(key.rule.moments),
-            QUANTIZED=key.quantized,
-            WEIGHT=_TRITON_DTYPES[key.weight_dtype],
-            GRAD=_TRITON_DTYPES[key.grad_dtype],
-            LO_BITS=key.lo_bits,
-            DITHER=key.dither,
-            CHECK=count_lost,
-            MASKED=launch.masked,
-            FAST=_NVIDIA and self.device.type == "cuda",
-            TILES=tiles.TILES_PER_PROGRAM,
-            STAGES=1 if launch.masked else PIPELINE_STAGES,
-            **(NVIDIA_STEP_OPTIONS if _NVIDIA else STEP_OPTIONS),
-            **_FUSION,
-        )
+        key, grid = launch.key, (launch.program_tensor.numel(), 1, 1)
+        tensors = (self.table.device, self.scalars, launch.program_tensor, self.lost)
+        constants = {
+            "RULE": RULES[key.rule.name],
+            "MOMENTS": len(key.rule.moments),
+            "QUANTIZED": key.quantized,
+            "WEIGHT": _TRITON_DTYPES[key.weight_dtype],
+            "GRAD": _TRITON_DTYPES[key.grad_dtype],
+            "LO_BITS": key.lo_bits,
+            "DITHER": key.dither,
+            "CHECK": count_lost,
+            "MASKED": launch.masked,
+            "FAST": _NVIDIA and self.device.type == "cuda",
+            "STAGES": 1 if launch.masked else PIPELINE_STAGES,
+        }
+        launch_cached(launch.compiled, count_lost, step_kernel, grid, tensors, constants, STEP_OPTIONS)
 
     def workspace(self) -> list[Tensor]:
         tables = [self.table.device, self.group_table.device, self.scalars, self.lost]
         return [*tables, *(launch.program_tensor for launch in self.launches)]
 
 
-class Upload:
-    """A device tensor that is written through pinned host buffers, none of which is reused before its copy is done."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, copies: int) -> None:
-        self.device = torch.zeros(shape, dtype=dtype, device=device)
-        pin = device.type == "cuda"
-        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=pin) for _ in range(copies)]
-        self._done: list[Any] = [None] * copies
-        self._next = 0
-
-    def host(self) -> Tensor:
-        """The next host buffer, free to be filled."""
-        if self._done[self._next] is not None:
-            self._done[self._next].synchronize()
-        return self._hosts[self._next]
-
-    def send(self) -> None:
-        """Copy the buffer that :meth:`host` returned to the device, on the current stream."""
-        self.device.copy_(self._hosts[self._next], non_blocking=True)
-        if self.device.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            self._done[self._next] = torch.cuda.Event()
-            self._done[self._next].record()
-        self._next = (self._next + 1) % len(self._hosts)
-
-
 # PTX and fast division are NVIDIA's; Triton's interpreter knows neither.
 _NVIDIA = torch.version.hip is None and not triton.knobs.runtime.interpret
+if _NVIDIA:
+    STEP_OPTIONS["maxnreg"] = 128
 # Multiplications and additions may be fused; the default of newer Triton releases differs.
 _FUSION: dict[str, Any] = {} if triton.knobs.runtime.interpret else {"enable_fp_fusion": True}
+
+
+def launch_cached(
+    cache: dict[Any, Any],
+    key: Any,
+    kernel: Any,
+    grid: tuple[int, int, int],
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, int],
+) -> None:
+    """Launch a kernel; from the second time on past Triton's look-up of its arguments, which costs more than a launch.
+
+    A compiled kernel fits while constants, dtypes and alignments are the same, which the cache's owner sees to.
+    """
+    compiled = cache.get(key)
+    if compiled is None:
+        # None in the interpreter, which compiles nothing.
+        cache[key] = kernel[grid](*args, **constants, **options, **_FUSION)
+    else:
+        compiled[grid](*args, *constants.values())
+
+
+def _dtype(scalar: Tensor | None) -> torch.dtype | None:
+    return None if scalar is None else scalar.dtype
 
 
 def _by_device(weights: Sequence[Tensor]) -> dict[torch.device, list[int]]:
@@ -348,10 +344,6 @@ def _by_device(weights: Sequence[Tensor]) -> dict[torch.device, list[int]]:
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _here(scalar: Tensor | None, default: Tensor, device: torch.device) -> Tensor:
-    return default if scalar is None else scalar.to(device, non_blocking=True)
 
 
 def _key(state: ParamState, weight: Tensor, grad: Tensor, groups: Sequence[GroupScalars]) -> BucketKey:
@@ -397,4 +389,4 @@ def _group_row(group: GroupScalars) -> tuple[float, ...]:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [t.data_ptr() for t in tensors]
+    return list(map(Tensor.data_ptr, tensors))

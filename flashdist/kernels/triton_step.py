@@ -43,6 +43,7 @@ STEP_COL = tl.constexpr(tiles.STEP)
 NUM_GROUPS_COL = tl.constexpr(tiles.NUM_GROUPS)
 ROW_COL = tl.constexpr(tiles.ROW)
 FULL_TILES_COL = tl.constexpr(tiles.FULL_TILES)
+TILES_PER_PROGRAM_COL = tl.constexpr(tiles.TILES_PER_PROGRAM)
 FIRST_FULL_COL = tl.constexpr(tiles.FIRST_FULL)
 FIRST_REST_COL = tl.constexpr(tiles.FIRST_REST)
 PARAM_GROUP_COL = tl.constexpr(tiles.PARAM_GROUP)
@@ -298,15 +299,16 @@ def store_moments(
 
 
 @triton.jit
-def program_tiles(row, program, num_groups, MASKED: tl.constexpr, TILES: tl.constexpr):
+def program_tiles(row, program, MASKED: tl.constexpr):
     """The first tile of a program, and the one after its last."""
     full_tiles = tl.load(row + FULL_TILES_COL)
     if MASKED:
-        first = full_tiles + (program - tl.load(row + FIRST_REST_COL)) * TILES
-        return first, tl.minimum(first + TILES, (num_groups + TILE_GROUPS - 1) // TILE_GROUPS)
+        first = full_tiles + (program - tl.load(row + FIRST_REST_COL))
+        return first, first + 1
     else:
-        first = (program - tl.load(row + FIRST_FULL_COL)) * TILES
-        return first, tl.minimum(first + TILES, full_tiles)
+        together = tl.load(row + TILES_PER_PROGRAM_COL)
+        first = (program - tl.load(row + FIRST_FULL_COL)) * together
+        return first, tl.minimum(first + together, full_tiles)
 
 
 @triton.jit
@@ -348,10 +350,9 @@ def step_kernel(
     CHECK: tl.constexpr,
     MASKED: tl.constexpr,
     FAST: tl.constexpr,
-    TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Step TILES tiles: full ones without masks (MASKED False), partial, gapped or unaligned ones with them."""
+    """Step full tiles without masks (MASKED False), or one partial, gapped or unaligned tile with them."""
     program = tl.program_id(0).to(tl.int64)
     t = tl.load(program_tensor + program).to(tl.int64)
     row = table + t * TABLE_COLUMNS
@@ -368,7 +369,7 @@ def step_kernel(
         dither = dither_offsets(tl.load(s + DITHER_BASE_COL).to(tl.int32, bitcast=True), tl.arange(0, GROUP))[None, :]
     elements = tl.load(row + ROW_COL)
     num_groups = tl.load(row + NUM_GROUPS_COL)
-    first, last = program_tiles(row, program, num_groups, MASKED, TILES)
+    first, last = program_tiles(row, program, MASKED)
     for tile in tl.range(first, last, num_stages=STAGES):
         e, offsets, mask, group_mask = tile_places(tile, elements, num_groups, MASKED)
         k = tile * TILE_GROUPS

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
-from flashdist.kernels import tiles, triton_launch, triton_step
+from flashdist.kernels import triton_launch, triton_step
 from flashdist.kernels.triton_rules import RULES
 
 TARGETS = {
@@ -89,10 +89,10 @@ def compile_step(config: Config, target: GPUTarget, grad: str | None = None):
         {
             "RULE": RULES[rule], "MOMENTS": moments, "QUANTIZED": quantized, "WEIGHT": DTYPES[weight],
             "GRAD": DTYPES[grad or weight], "LO_BITS": lo_bits, "DITHER": dither, "CHECK": check, "MASKED": masked,
-            "FAST": nvidia, "TILES": tiles.TILES_PER_PROGRAM, "STAGES": 1 if masked else triton_launch.PIPELINE_STAGES,
+            "FAST": nvidia, "STAGES": 1 if masked else triton_launch.PIPELINE_STAGES,
         },
         target,
-        **(triton_launch.NVIDIA_STEP_OPTIONS if nvidia else triton_launch.STEP_OPTIONS),
+        **{k: v for k, v in triton_launch.STEP_OPTIONS.items() if nvidia or k != "maxnreg"},
     )  # fmt: skip
 
 

@@ -66,9 +66,9 @@ TABLE: dict[str, Row] = {
     "compiled kernel, variance codes": Row(1.0, "a position near a rounding border"),
     "compiled kernel, momentum scale, relative": Row(2.0**-7, "one bf16 ULP: the peak lies near a rounding border"),
     "compiled kernel, variance scale, relative": Row(3.6e-7, "three fp32 ULPs: fused sum, root, torch's root"),
-    "compiled kernel, fp32 moment, of the largest": Row(2.4e-7, "two fp32 ULPs: fused products"),
+    "compiled kernel, fp32 moment, of the largest": Row(2.4e-7, "two fp32 ULPs, of moment or gradient: fused products"),
     "compiled kernel, weight, grid steps": Row(2.0, "fused sums and a rounding border of the split"),
-    "compiled kernel, weight, of the largest": Row(2.4e-7, "two fp32 ULPs of the largest: fused sums that cancel"),
+    "compiled kernel, weight, of the largest": Row(2.4e-7, "two fp32 ULPs of weight or update: fused sums that cancel"),
     "compiled kernel, drift over 200 steps, lr": Row(
         0.3, "rounding borders crossed by an ULP: 0.10 where the eager backend runs with betas one ULP aside"
     ),
