@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
@@ -237,11 +238,13 @@ class FlashOptimizer(torch.optim.Optimizer):
                 + ". Use master_weight_bits=32 for these parameters, or a larger lr."
             )
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and drop a clip factor that no step has used."""
         self._clip_factor = None
         super().zero_grad(set_to_none)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global gradient norm in the next step.
@@ -315,7 +318,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         """
         self._allocate_all()
         self._drop_stale_corrections()
-        return super().state_dict()
+        packed = super().state_dict()
+        return {**packed, "state": {key: dict(state) for key, state in packed["state"].items()}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -344,7 +348,9 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._drop_stale_corrections()
-        return {**super().__getstate__(), "check_numerics": self.check_numerics}
+        state = super().__getstate__()
+        plain = defaultdict(dict, {p: dict(kept) for p, kept in self.state.items()})
+        return {**state, "state": plain, "check_numerics": self.check_numerics}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

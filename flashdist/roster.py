@@ -17,9 +17,30 @@ from flashdist.kernels.backend import ParamState
 from flashdist.sharding.local_shard import local
 
 _GRAD = attrgetter("grad")
+_CHANGED = attrgetter("changed")
 
 StateOf = Callable[[Tensor, int], ParamState]
 LocalGradient = Callable[[Tensor, Tensor], Tensor]
+
+
+class WatchedState(dict[str, Tensor]):
+    """``opt.state[p]``: a dict that notes when an entry is set or removed, so that no step need compare them all."""
+
+    changed = False
+
+    def _noting(name: str) -> Any:  # type: ignore[misc]
+        method = getattr(dict, name)
+
+        def noting(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
+            self.changed = True
+            return method(self, *args, **kwargs)
+
+        return noting
+
+    __setitem__, __delitem__, __ior__ = _noting("__setitem__"), _noting("__delitem__"), _noting("__ior__")
+    clear, pop, popitem = _noting("clear"), _noting("pop"), _noting("popitem")
+    setdefault, update = _noting("setdefault"), _noting("update")
+    del _noting
 
 
 class Roster:
@@ -40,27 +61,19 @@ class Roster:
         self.addresses: list[int] = []
         self.device_types: list[str] = []
         self._looked_at: list[int] | None = None
-        self._kept: list[dict[str, Tensor]] = [state[p] for p in params]
-        self._snapshots = [dict(kept) for kept in self._kept]
-        self._singles = [(kept, key) for kept in self._kept for key, t in kept.items() if t.numel() == 1]
-        self._single_tensors = [kept[key] for kept, key in self._singles]
+        self._kept: list[WatchedState] = []
+        for p in params:
+            if not isinstance(state[p], WatchedState):
+                state[p] = WatchedState(state[p])
+            state[p].changed = False
+            self._kept.append(state[p])
 
     def fits(self, params: Sequence[Tensor], formats: object, state: dict[Tensor, Any]) -> bool:
         """Whether these are the parameters, kept in these formats, and every state tensor is still the one viewed."""
         if formats != self.formats or len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
         kept = list(state.values()) if len(state) == len(params) else [state.get(p) for p in params]
-        return all(map(is_, kept, self._kept)) and self._same_tensors()
-
-    def _same_tensors(self) -> bool:
-        # Comparing dicts compares values by identity first, in one go. Only where a tensor was replaced its own == is
-        # asked, which fails for all but single elements; those are looked at one by one.
-        try:
-            if self._kept != self._snapshots:
-                return False
-        except RuntimeError:
-            return False
-        return all(map(is_, [kept[key] for kept, key in self._singles], self._single_tensors))
+        return all(map(is_, kept, self._kept)) and not any(map(_CHANGED, self._kept))
 
     def weights(self) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """Local weights in logical order; those copied for it (transposed, channels_last) come with their copies

@@ -33,6 +33,9 @@ from flashdist.numerics.weight_split import correction_bits
 
 # Measured on an H200, see docs/decisions.md. Never autotuned: the kernel works in place.
 STEP_OPTIONS: dict[str, int] = {"num_warps": 1}
+# A masked launch has few programs, each of which runs through its code once: the shorter the code the better.
+MASKED_STEP_OPTIONS: dict[str, int] = {"num_warps": 4}
+MAX_GROUPS = 2**31 - 1
 # Tiles whose loads are under way while one is computed.
 PIPELINE_STAGES = 3
 # Fewer full tiles than this in a bucket go with the masked launch.
@@ -295,7 +298,8 @@ class Plan:
             "FAST": _NVIDIA and self.device.type == "cuda",
             "STAGES": 1 if launch.masked else PIPELINE_STAGES,
         }
-        launch_cached(launch.compiled, count_lost, step_kernel, grid, tensors, constants, STEP_OPTIONS)
+        options = MASKED_STEP_OPTIONS if launch.masked else STEP_OPTIONS
+        launch_cached(launch.compiled, count_lost, step_kernel, grid, tensors, constants, options)
 
     def workspace(self) -> list[Tensor]:
         tables = [self.table.device, self.group_table.device, self.scalars, self.lost]
@@ -353,6 +357,8 @@ def _key(state: ParamState, weight: Tensor, grad: Tensor, groups: Sequence[Group
 
 
 def _constant_row(state: ParamState) -> list[int]:
+    if state.layout.num_groups > MAX_GROUPS:
+        raise ValueError(f"a parameter of shape {state.layout.shape} has more than {MAX_GROUPS} groups: shard it")
     row = [0] * tiles.TABLE_COLUMNS
     row[tiles.CORRECTION] = 0 if state.correction is None else state.correction.data_ptr()
     row[tiles.FINGERPRINT] = 0 if state.fingerprint is None else state.fingerprint.data_ptr()

@@ -83,13 +83,15 @@ def split(x, WEIGHT: tl.constexpr, LO_BITS: tl.constexpr, FAST: tl.constexpr):
     """fp32 master weights, results of arithmetic -> int16 patterns, int8/int16 corrections, patterns in int32's upper
     half.
 
-    Arithmetic returns quiet NaNs only, whose magnitude is at least 0x7FC00000: one minimum makes them canonical.
+    Arithmetic returns quiet NaNs only, whose magnitude is at least 0x7FC00000: one minimum makes them canonical. It is
+    unsigned, because the largest of them (0x7FFFFFFF, NVIDIA's) overflows when it is rounded.
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & MAGNITUDE_MASK
     if WEIGHT == tl.bfloat16:
         # On the grid of 24 bits (32: as it is); its low bits, as a signed number, are the correction.
-        fine = tl.minimum(magnitude + (0x80 if LO_BITS == 8 else 0), 0x7FC00000)
+        rounded = (magnitude + (0x80 if LO_BITS == 8 else 0)).to(tl.uint32, bitcast=True)
+        fine = tl.minimum(rounded, 0x7FC00000).to(tl.int32, bitcast=True)
         hi_bits = (fine + 0x8000) | (bits & -0x80000000)
         # What rounds up to infinity keeps no correction; infinity and NaN themselves have none.
         fine = tl.where(fine >= ROUNDS_TO_INF, 0, fine)

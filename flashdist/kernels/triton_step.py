@@ -318,17 +318,20 @@ def tile_places(tile, elements, num_groups, MASKED: tl.constexpr):
     lane = tl.arange(0, GROUP)
     first_group = tile * TILE_GROUPS
     if MASKED:
-        # Rows that are no multiple of 32 end in a partial group: find each group's row and its width there.
-        groups_per_row = (elements + GROUP - 1) // GROUP
-        first_row = first_group // groups_per_row
-        first_in_row = first_group - first_row * groups_per_row
-        in_row = first_in_row + group.to(tl.int64)
+        # Rows that are no multiple of 32 end in a partial group: find each group's row and its width there. Groups are
+        # counted in 32 bits (the launcher sees to it), since divisions in 64 are slow; elements are not.
+        groups_per_row = ((elements + GROUP - 1) // GROUP).to(tl.int32)
+        first32 = first_group.to(tl.int32)
+        first_row = first32 // groups_per_row
+        first_in_row = first32 - first_row * groups_per_row
+        in_row = first_in_row + group
         rows_on = in_row // groups_per_row
         in_row = in_row - rows_on * groups_per_row
-        start = rows_on * elements + (in_row - first_in_row) * GROUP
-        group_mask = first_group + group < num_groups
-        mask = (lane[None, :] < (elements - in_row * GROUP)[:, None]) & group_mask[:, None]
-        return first_row * elements + first_in_row * GROUP, start[:, None] + lane[None, :], mask, group_mask
+        start = rows_on.to(tl.int64) * elements + (in_row - first_in_row).to(tl.int64) * GROUP
+        group_mask = first32 + group < num_groups
+        mask = (lane[None, :] < (elements - in_row.to(tl.int64) * GROUP)[:, None]) & group_mask[:, None]
+        element = first_row.to(tl.int64) * elements + first_in_row.to(tl.int64) * GROUP
+        return element, start[:, None] + lane[None, :], mask, group_mask
     else:
         offsets = group[:, None] * GROUP + lane[None, :]
         return first_group * GROUP, offsets, offsets >= 0, group >= 0

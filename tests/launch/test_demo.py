@@ -19,9 +19,12 @@ TINY = dataclasses.replace(demo.CONFIG, context=8, layers=1, heads=2, width=64)
 
 @pytest.fixture
 def tiny_demo(monkeypatch):
-    """Makes the demo's model and validation tiny."""
+    """Makes the demo's model and validation tiny, and gives back the threads that it leaves to others."""
     monkeypatch.setattr(demo, "CONFIG", TINY)
     monkeypatch.setattr(demo, "VALIDATION_BATCHES", 2)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -35,8 +38,8 @@ def silent() -> Progress:
 
 
 def test_both_runs_start_from_the_same_weights(tiny_demo):
-    reference = demo.build(flash=False, seed=3)[0].state_dict()
-    flash = demo.build(flash=True, seed=3)[0].state_dict()
+    reference = demo.build(flash=False, seed=3).model.state_dict()
+    flash = demo.build(flash=True, seed=3).model.state_dict()
     assert reference.keys() == flash.keys()
     for name in reference:
         assert reference[name].dtype == torch.float32
@@ -45,8 +48,8 @@ def test_both_runs_start_from_the_same_weights(tiny_demo):
 
 def test_the_table_shows_what_the_formats_promise(tiny_demo, corpus):
     with silent() as progress:
-        reference = demo.train(False, corpus, 3, 0, progress).bytes_per_parameter
-        flash = demo.train(True, corpus, 3, 0, progress).bytes_per_parameter
+        runs = demo.train_both(corpus, 3, 0, progress)
+    reference, flash = (run.bytes_per_parameter for run in runs)
     assert [reference[kind] for kind in ("weights", "moments", "gradients")] == [4, 8, 4]
     assert reference["corrections"] == reference["scales"] == 0
     assert flash["weights"] == flash["gradients"] == 2
@@ -60,11 +63,21 @@ def test_the_table_shows_what_the_formats_promise(tiny_demo, corpus):
 
 def test_both_runs_learn(tiny_demo, corpus):
     with silent() as progress:
-        for flash in (False, True):
-            run = demo.train(flash, corpus, 40, 0, progress)
-            assert len(run.losses) == 40
-            assert run.losses[-1] < 0.9 * run.losses[0]
-            assert run.validation_loss < run.losses[0]
+        runs = demo.train_both(corpus, 40, 0, progress)
+    for run in runs:
+        assert len(run.losses) == 40
+        assert run.losses[-1] < 0.9 * run.losses[0]
+        assert run.validation_loss < run.losses[0]
+
+
+def test_the_same_seed_gives_the_same_losses_though_the_runs_share_a_process(tiny_demo, corpus):
+    with silent() as progress:
+        first = demo.train_both(corpus, 5, 7, progress)
+        again = demo.train_both(corpus, 5, 7, progress)
+        other = demo.train_both(corpus, 5, 8, progress)
+    for a, b, c in zip(first, again, other, strict=True):
+        assert a.losses == b.losses
+        assert a.losses != c.losses
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 300])

@@ -83,6 +83,7 @@ def compile_kernel(kernel: Any, pointers: dict[str, str], constants: dict[str, A
 def compile_step(config: Config, target: GPUTarget, grad: str | None = None):
     (rule, moments), weight, lo_bits, quantized, dither, check, masked = config
     nvidia = target.backend == "cuda"
+    options = triton_launch.MASKED_STEP_OPTIONS if masked else triton_launch.STEP_OPTIONS
     return compile_kernel(
         triton_step.step_kernel,
         {"table": "*i64", "scalars": "*fp32", "program_tensor": "*i32", "lost": "*i32"},
@@ -92,7 +93,7 @@ def compile_step(config: Config, target: GPUTarget, grad: str | None = None):
             "FAST": nvidia, "STAGES": 1 if masked else triton_launch.PIPELINE_STAGES,
         },
         target,
-        **{k: v for k, v in triton_launch.STEP_OPTIONS.items() if nvidia or k != "maxnreg"},
+        **{k: v for k, v in options.items() if nvidia or k != "maxnreg"},
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashdist import FlashOptimizer
+from flashdist import FlashLion, FlashOptimizer
 from tests.support.backends import BF16, FP16, BackendUnderTest, assert_same_bits, snapshot
 from tests.support.tolerances import tolerance
 
@@ -44,13 +44,22 @@ def assert_parity(eager: FlashOptimizer, triton: FlashOptimizer) -> None:
         term = 0.0 if p.grad is None or not p.numel() else float(p.grad.float().abs().nan_to_num(0, 0, 0).max())
         _assert_states_close({k: v.cpu() for k, v in ours[i].items()}, theirs[i], how, what, term)
         lr = max(float(group["lr"]) for group in eager.param_groups)
-        _assert_weights_close(
-            triton.master_weight(q).cpu(), eager.master_weight(p), p, eager.state.get(p), how, what, 4 * lr * term
-        )
+        found, expected = triton.master_weight(q).cpu(), eager.master_weight(p)
+        if how == "compiled" and isinstance(eager, FlashLion):
+            found = _same_signs(found, expected, lr)
+        _assert_weights_close(found, expected, p, eager.state.get(p), how, what, 4 * lr * term)
     triton.load_state_dict(eager.state_dict())
     with torch.no_grad():
         for p, q in zip(_parameters(eager), _parameters(triton), strict=True):
             q.copy_(p)
+
+
+def _same_signs(found: Tensor, expected: Tensor, lr: float) -> Tensor:
+    """Lion's step is a sign: where its sum cancels to an ULP, fused products turn it. A few elements may, by 2 lr."""
+    turned = ((found - expected).abs() - lr).abs() < 1.1 * lr
+    turned &= (found - expected).abs() > 0.5 * lr
+    assert int(turned.sum()) <= 1 + tolerance("compiled kernel, Lion's signs, share") * found.numel()
+    return torch.where(turned, expected, found)
 
 
 def _one_nan(t: Tensor) -> Tensor:
