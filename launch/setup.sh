@@ -9,10 +9,6 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
 PYTHON=$VENV/bin/python
 
-# PyTorch's threads spin while they wait for each other; on a machine that is busy with something else that makes a run
-# more than ten times slower than letting them sleep.
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
-
 say() { printf '[setup] %s\n' "$*"; }
 fail() { printf '[setup] error: %s\n' "$*" >&2; return 1; }
 
