@@ -12,4 +12,5 @@ step "$PYTHON" -m mypy
 # Two processes of one thread each: threads of PyTorch that wait for each other spin, and on a busy machine that makes
 # small operations more than ten times slower.
 export OMP_NUM_THREADS=1
+export PYTHONHASHSEED=0 # some tests are named after sets, and both processes must print those alike
 step "$PYTHON" -m pytest -n 2 -m "not gpu and not slow" "$@"
