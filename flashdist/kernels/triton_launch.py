@@ -9,7 +9,7 @@ uploaded again.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
@@ -64,12 +64,12 @@ class BucketKey:
 
 @dataclass
 class Launch:
-    """One launch of a bucket: the tensor of each program's tiles, and the kernel once it is compiled."""
+    """One launch of a bucket: the tensor of each program's tiles, and how to launch it once it is compiled."""
 
     key: BucketKey
     masked: bool
     program_tensor: Tensor  # int32 [programs]
-    compiled: dict[bool, Any] = field(default_factory=dict)  # by count_lost
+    compiled: dict[bool, Callable[..., Any]] = field(default_factory=dict)  # by count_lost
 
 
 class TritonBackend:
@@ -151,7 +151,7 @@ class Plan:
         self.source = states
         self.states = list(states)
         self.keys = [_key(s, w, g, groups) for s, w, g in zip(states, weights, grads, strict=True)]
-        self.prepare: dict[Any, Any] = {}
+        self.prepare: dict[tuple[torch.dtype | None, ...], Callable[..., Any]] = {}
         self.rules = {s.group: s.rule for s in states}
         self.dither = self._dithered(groups)
         self.grad_dtypes = [g.dtype for g in grads]
@@ -269,7 +269,7 @@ class Plan:
 
     def _launch_prepare(self, inputs: StepInputs) -> None:
         given = (inputs.clip_factor, inputs.grad_scale, inputs.found_inf)
-        there = [x is not None for x in given]
+        there = tuple(map(_dtype, given))
         tensors = (
             self.table.device,
             self.group_table.device,
@@ -277,14 +277,20 @@ class Plan:
             *(self.scalars if x is None else x.to(self.device, non_blocking=True) for x in given),
             len(self.states),
         )
-        constants = {"HAS_CLIP": there[0], "HAS_SCALE": there[1], "HAS_FOUND_INF": there[2], "BLOCK": PREPARE_BLOCK}
-        grid = (triton.cdiv(len(self.states), PREPARE_BLOCK), 1, 1)
-        if self.states:
-            launch_cached(self.prepare, tuple(map(_dtype, given)), prepare_kernel, grid, tensors, constants, {})
+        if there in self.prepare:
+            self.prepare[there](*tensors)
+        elif self.states:
+            used = [dtype is not None for dtype in there]
+            constants = {"HAS_CLIP": used[0], "HAS_SCALE": used[1], "HAS_FOUND_INF": used[2], "BLOCK": PREPARE_BLOCK}
+            grid = (triton.cdiv(len(self.states), PREPARE_BLOCK), 1, 1)
+            self.prepare[there] = first_launch(prepare_kernel, grid, tensors, constants, {})
 
     def _launch_step(self, launch: Launch, count_lost: bool) -> None:
-        key, grid = launch.key, (launch.program_tensor.numel(), 1, 1)
         tensors = (self.table.device, self.scalars, launch.program_tensor, self.lost)
+        if count_lost in launch.compiled:
+            launch.compiled[count_lost](*tensors)
+            return
+        key = launch.key
         constants = {
             "RULE": RULES[key.rule.name],
             "MOMENTS": len(key.rule.moments),
@@ -299,7 +305,8 @@ class Plan:
             "STAGES": 1 if launch.masked else PIPELINE_STAGES,
         }
         options = MASKED_STEP_OPTIONS if launch.masked else STEP_OPTIONS
-        launch_cached(launch.compiled, count_lost, step_kernel, grid, tensors, constants, options)
+        grid = (launch.program_tensor.numel(), 1, 1)
+        launch.compiled[count_lost] = first_launch(step_kernel, grid, tensors, constants, options)
 
     def workspace(self) -> list[Tensor]:
         tables = [self.table.device, self.group_table.device, self.scalars, self.lost]
@@ -314,25 +321,18 @@ if _NVIDIA:
 _FUSION: dict[str, Any] = {} if triton.knobs.runtime.interpret else {"enable_fp_fusion": True}
 
 
-def launch_cached(
-    cache: dict[Any, Any],
-    key: Any,
-    kernel: Any,
-    grid: tuple[int, int, int],
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-    options: dict[str, int],
-) -> None:
-    """Launch a kernel; from the second time on past Triton's look-up of its arguments, which costs more than a launch.
+def first_launch(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, int]
+) -> Callable[..., Any]:
+    """Launch a kernel, and return what launches it again with other arguments of the same dtypes and alignments.
 
-    A compiled kernel fits while constants, dtypes and alignments are the same, which the cache's owner sees to.
+    That skips Triton's look-up of the compiled kernel, which costs the host several times what the launch does.
     """
-    compiled = cache.get(key)
-    if compiled is None:
-        # None in the interpreter, which compiles nothing.
-        cache[key] = kernel[grid](*args, **constants, **options, **_FUSION)
-    else:
-        compiled[grid](*args, *constants.values())
+    compiled = kernel[grid](*args, **constants, **options, **_FUSION)
+    if compiled is None:  # the interpreter compiles nothing
+        return lambda *others: kernel[grid](*others, **constants, **options)
+    launch, values = compiled[grid], tuple(constants.values())
+    return lambda *others: launch(*others, *values)
 
 
 def _dtype(scalar: Tensor | None) -> torch.dtype | None:

@@ -255,6 +255,7 @@ def test_a_captured_graph_outlives_other_steps():
         assert_same(opts[1], opts[0])
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at every .grad
 def test_a_compiled_training_step_is_not_recompiled_at_each_lr():
     import torch._dynamo
 
