@@ -155,7 +155,8 @@ class Plan:
         self.rules = {s.group: s.rule for s in states}
         self.dither = self._dithered(groups)
         self.grad_dtypes = [g.dtype for g in grads]
-        self.aligned = _alignments(self.states, addresses)
+        self.states_aligned = list(map(_state_aligned, self.states))
+        self.aligned = self._alignments(addresses)
         self._build_rows()
         self._new_tables(len(groups), copies=2)
 
@@ -220,9 +221,16 @@ class Plan:
             and self.dither == self._dithered(groups)
             and (
                 addresses == self.addresses
-                or (self.grad_dtypes == [g.dtype for g in grads] and self.aligned == _alignments(states, addresses))
+                or (self.grad_dtypes == [g.dtype for g in grads] and self.aligned == self._alignments(addresses))
             )
         )
+
+    def _alignments(self, addresses: Addresses) -> list[bool]:
+        """Which tensors have all their addresses at multiples of 16 bytes."""
+        weights, grads = addresses
+        if not (reduce(or_, weights, 0) | reduce(or_, grads, 0)) % ALIGNMENT:
+            return self.states_aligned
+        return [a and (w | g) % ALIGNMENT == 0 for a, w, g in zip(self.states_aligned, weights, grads, strict=True)]
 
     def _dithered(self, groups: Sequence[GroupScalars]) -> list[bool]:
         return [i in self.rules and dithered(self.rules[i], g) for i, g in enumerate(groups)]
@@ -371,14 +379,6 @@ def _constant_row(state: ParamState) -> list[int]:
     row[tiles.ROW] = max(state.layout.row, 1)
     row[tiles.PARAM_GROUP] = state.group
     return row
-
-
-def _alignments(states: Sequence[ParamState], addresses: Addresses) -> list[bool]:
-    """Which tensors have all their addresses at multiples of 16 bytes."""
-    weights, grads = addresses
-    if not reduce(or_, weights, 0) % ALIGNMENT and not reduce(or_, grads, 0) % ALIGNMENT:
-        return [_state_aligned(s) for s in states]
-    return [_state_aligned(s) and (w | g) % ALIGNMENT == 0 for s, w, g in zip(states, weights, grads, strict=True)]
 
 
 def _state_aligned(state: ParamState) -> bool:
