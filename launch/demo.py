@@ -33,7 +33,7 @@ from flashdist.memory import summarize
 CONFIG = GPTConfig(vocab_size=VOCAB_SIZE, context=64, layers=4, heads=4, width=256, matmul_dtype=torch.float32)
 BATCH = 8
 VALIDATION_BATCHES = 96
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 5e-4
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 
