@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from typing import Any
 
@@ -22,17 +23,27 @@ def _check(ok: bool, name: str, value: object, range_: str) -> None:
         raise ValueError(f"{name} must be {range_}, got {value!r}")
 
 
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
 def _check_common(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor):
-        # Its value may be on a GPU: only its shape is looked at, never the number.
+        # On a GPU only its shape is looked at: reading the number would synchronise.
         _check(lr.numel() == 1, "lr", tuple(lr.shape), "a number or a tensor with one element")
+        if lr.device.type == "cpu":
+            _check(0 <= float(lr) < math.inf, "lr", float(lr), "a finite number >= 0")
     else:
+        _check_number("lr", lr)
         _check(lr >= 0 and math.isfinite(lr), "lr", lr, "a finite number >= 0")
     decay = group["weight_decay"]
+    _check_number("weight_decay", decay)
     _check(decay >= 0 and math.isfinite(decay), "weight_decay", decay, "a finite number >= 0")
     bits = group["master_weight_bits"]
     _check(bits is None or bits in CORRECTION_DTYPES, "master_weight_bits", bits, "24, 32 or None")
+    _check(isinstance(group["quantize"], bool), "quantize", group["quantize"], "True or False")
     if group.get("decouple_lr"):
         base = group.get("base_lr", lr)
         _check(float(base) > 0, "lr", base, "above 0 at construction when decouple_lr=True (decay is lr / initial lr)")
@@ -40,8 +51,9 @@ def _check_common(group: dict[str, Any]) -> None:
 
 def _check_betas(group: dict[str, Any]) -> None:
     betas = group["betas"]
-    _check(len(betas) == 2, "betas", betas, "two numbers")
+    _check(isinstance(betas, (tuple, list)) and len(betas) == 2, "betas", betas, "two numbers")
     for i, beta in enumerate(betas):
+        _check_number(f"betas[{i}]", beta)
         _check(0.0 <= beta < 1.0, f"betas[{i}]", beta, "in [0, 1)")
 
 
@@ -89,6 +101,7 @@ class _Adam(FlashOptimizer):
         _check_common(group)
         _check_betas(group)
         eps = group["eps"]
+        _check_number("eps", eps)
         _check(eps >= 0 and math.isfinite(eps), "eps", eps, "a finite number >= 0")
 
     def _moments(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -251,6 +264,8 @@ class _SGD(FlashOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         _check_common(group)
+        _check_number("momentum", group["momentum"])
+        _check_number("dampening", group["dampening"])
         _check(0.0 <= group["momentum"] < 1.0, "momentum", group["momentum"], "in [0, 1)")
         _check(math.isfinite(group["dampening"]), "dampening", group["dampening"], "a finite number")
         if group["nesterov"]:

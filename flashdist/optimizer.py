@@ -130,6 +130,11 @@ class FlashOptimizer(torch.optim.Optimizer):
             self.state[p] = allocate(self._name(p), p, group, rule)
         new = view(self._name(p), p, self.state[p], group, group_index, rule)
         old = self._states.get(p)
+        if old is not None and old.weight_dtype != new.weight_dtype:
+            raise RuntimeError(
+                f"{self._name(p)} was {old.weight_dtype} when its state was made and is {new.weight_dtype} now. "
+                "Cast the model before the optimizer's first step."
+            )
         if old is not None and _same_state(old, new):
             return old
         self._states[p] = new
@@ -263,7 +268,7 @@ class FlashOptimizer(torch.optim.Optimizer):
 
         Source: Pascanu et al., arXiv 1211.5063, algorithm 1.
         """
-        if not max_norm >= 0:
+        if isinstance(max_norm, str) or not max_norm >= 0:
             raise ValueError(f"max_norm must be a number >= 0, got {max_norm}")
         grads = [p.grad for p in self._parameters() if p.grad is not None]
         norm = global_norm(grads, norm_type, lambda device_type: self._backend(device_type).grad_square_sum)
@@ -333,6 +338,9 @@ class FlashOptimizer(torch.optim.Optimizer):
             ValueError: other groups or parameters, state of another format version, a shape or dtype that does not fit.
         """
         self._parameters()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         groups, states = check_and_convert(self, state_dict)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
@@ -345,6 +353,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             else:
                 _copy_state(self, p, loaded_state)
         self._clip_factor = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._drop_stale_corrections()

@@ -112,4 +112,5 @@ def view(name: str, p: Tensor, kept: dict[str, Tensor], group: dict[str, Any], i
         moments=tuple(tensors[name] for name in rule.moments),
         scales=tuple(tensors[name + SCALE_SUFFIX] for name in rule.moments if name + SCALE_SUFFIX in tensors),
         fingerprint=fingerprint,
+        weight_dtype=p.dtype,
     )

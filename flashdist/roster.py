@@ -94,11 +94,12 @@ class Roster:
     def _look_at(self, weights: Sequence[Tensor]) -> None:
         """What can have changed only together with an address: a weight put in place of another, or moved."""
         for weight, state in zip(weights, self.states, strict=True):
-            if weight.shape != state.layout.shape or weight.device != state.step.device:
+            expected = (state.layout.shape, state.weight_dtype, state.step.device)
+            found = (tuple(weight.shape), weight.dtype, weight.device)
+            if found != expected:
                 raise RuntimeError(
-                    f"a parameter of shape {state.layout.shape} on {state.step.device} was replaced by data of shape "
-                    f"{tuple(weight.shape)} on {weight.device} after its state was made. Move or reshape the model "
-                    "before the optimizer's first step."
+                    f"a parameter's data (shape, dtype, device) was {expected} when its state was made and is {found} "
+                    "now. Reshape, cast or move the model before the optimizer's first step."
                 )
         self.device_types = [w.device.type for w in weights]
 

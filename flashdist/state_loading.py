@@ -37,7 +37,8 @@ def check_and_convert(opt: FlashOptimizer, state_dict: dict[str, Any]) -> tuple[
     Raises:
         ValueError: naming the group or parameter, what was expected, what was found and the remedy.
     """
-    saved_groups, saved_states = state_dict.get("param_groups"), state_dict.get("state")
+    saved = state_dict if isinstance(state_dict, dict) else {}
+    saved_groups, saved_states = saved.get("param_groups"), saved.get("state")
     if saved_groups is None or saved_states is None:
         raise ValueError("not an optimizer's state dict: it needs the keys 'state' and 'param_groups'")
     if len(saved_groups) != len(opt.param_groups):

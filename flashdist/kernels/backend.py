@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from flashdist.numerics.companding import DITHER_ABOVE_BETA2
@@ -30,6 +31,7 @@ class ParamState:
         moments: codes (int8, then uint8) where ``scales`` are there, fp32 tensors otherwise.
         scales: bf16 (momentum) and fp32 (variance) of ``layout.scale_shape``; empty for fp32 moments.
         fingerprint: int32 ``[tiles]`` where there is a correction.
+        weight_dtype: the weight's dtype, to which a correction belongs.
     """
 
     rule: Rule
@@ -40,6 +42,7 @@ class ParamState:
     moments: tuple[Tensor, ...]
     scales: tuple[Tensor, ...]
     fingerprint: Tensor | None
+    weight_dtype: torch.dtype
 
     @property
     def quantized(self) -> bool:
