@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -259,6 +259,12 @@ def test_a_dithered_code_is_right_in_the_mean():
     assert float((nearest - torch.from_numpy(position[0, 1:])).abs().max()) > 0.09
 
 
+def assert_same_scale(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal bit for bit; a group whose variance overflowed has a NaN scale either way."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@example(seed=0, exponent=15.0, sigma=4.0)  # the variance overflows
 @given(st.integers(0, 2**32 - 1), st.floats(-30, 15), st.floats(0, 4))
 def test_codes_depend_on_the_group_alone(seed: int, exponent: float, sigma: float):
     """Any group alone, and any order of groups, gives the same codes."""
@@ -269,10 +275,10 @@ def test_codes_depend_on_the_group_alone(seed: int, exponent: float, sigma: floa
     for i in range(4):
         one, s = encode_momentum(m[i])
         assert torch.equal(one, codes[i])
-        assert torch.equal(s, scale[i])
+        assert_same_scale(s, scale[i])
         one, s = encode_variance(v[i], dither_offsets(seed))
         assert torch.equal(one, vcodes[i])
-        assert torch.equal(s, vscale[i])
+        assert_same_scale(s, vscale[i])
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(-60, 60))
