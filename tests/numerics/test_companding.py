@@ -264,7 +264,7 @@ def assert_same_scale(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@example(seed=0, exponent=15.0, sigma=4.0)  # the variance overflows
+@example(seed=1, exponent=15.0, sigma=4.0)  # the variance overflows
 @given(st.integers(0, 2**32 - 1), st.floats(-30, 15), st.floats(0, 4))
 def test_codes_depend_on_the_group_alone(seed: int, exponent: float, sigma: float):
     """Any group alone, and any order of groups, gives the same codes."""
