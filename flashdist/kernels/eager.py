@@ -1,6 +1,8 @@
 """The step in pure torch, for any device: the oracle of the other backends, and the one that serves CPUs.
 
 A parameter is stepped in chunks of about :data:`CHUNK` elements, so that temporary memory does not grow with its size.
+On CPUs ordinary chunks are stepped in place (``eager_inplace.py``), with the same bits; the others, and everything on
+other devices, by the functions of ``numerics/``.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashdist.kernels.backend import ParamState, StepInputs, dithered
+from flashdist.kernels.eager_inplace import IN_PLACE_CHUNK, Block, Buffers, step_in_place, steppable
 from flashdist.numerics.companding import (
     GROUP,
     decode_momentum,
@@ -41,9 +44,11 @@ class EagerBackend:
         if inputs.found_inf is not None and bool(inputs.found_inf):
             return None
         factor = _grad_factor(inputs)
+        largest = max((w.numel() for w in weights), default=0)
+        buffers = None if inputs.count_lost else Buffers(min(IN_PLACE_CHUNK, largest))
         lost = []
         for state, weight, grad in zip(states, weights, grads, strict=True):
-            lost.append(_step_one(state, weight, grad, groups[state.group], factor, inputs.count_lost))
+            lost.append(_step_one(state, weight, grad, groups[state.group], factor, buffers))
         return lost if inputs.count_lost else None
 
     def grad_square_sum(self, grads: Sequence[Tensor]) -> Tensor:
@@ -61,8 +66,9 @@ def _grad_factor(inputs: StepInputs) -> float:
 
 
 def _step_one(
-    state: ParamState, weight: Tensor, grad: Tensor, group: GroupScalars, factor: float, count_lost: bool
+    state: ParamState, weight: Tensor, grad: Tensor, group: GroupScalars, factor: float, buffers: Buffers | None
 ) -> Tensor:
+    """Step one parameter: in place where there are buffers. Without, its lost updates are counted."""
     state.step += 1
     t = int(state.step)
     scalars = group.at(t)
@@ -74,8 +80,15 @@ def _step_one(
         assert state.fingerprint is not None
         drop_stale(state.correction, state.fingerprint, weight, row)
     lost = torch.zeros((), dtype=torch.int64, device=weight.device)
-    for block in _blocks(state.layout):
-        same = _step_block(block, state, weight, grad, scalars, factor, dither, count_lost)
+    todo = _blocks(state.layout)
+    if buffers is not None and steppable(state, weight, scalars):
+        runs = _runs(0, weight.numel(), IN_PLACE_CHUNK)
+        hard = [
+            run for run in runs if not step_in_place(_views(run, state, weight, grad, scalars, factor, dither), buffers)
+        ]
+        todo = (piece for run in hard for piece in _runs(run.start, run.stop, CHUNK))
+    for block in todo:
+        same = _step_block(block, state, weight, grad, scalars, factor, dither, buffers is None)
         if same is not None:
             lost += same
     if state.fingerprint is not None:
@@ -107,14 +120,19 @@ class _Block:
         return from_groups(groups, self.rows, self.width).reshape(-1)
 
 
+def _runs(start: int, stop: int, size: int) -> Iterator[_Block]:
+    """Cut a run of whole groups (or of elements without groups) into runs of ``size``."""
+    for at in range(start, stop, size):
+        yield _Block(at, 1, min(size, stop - at), at // GROUP)
+
+
 def _blocks(layout: GroupLayout) -> Iterator[_Block]:
     """Cut a tensor into blocks of about CHUNK elements that never cut a group."""
     numel, row = layout.numel, layout.row
     if numel == 0:
         return
     if row % GROUP == 0 or row == numel:
-        for start in range(0, numel, CHUNK):
-            yield _Block(start, 1, min(CHUNK, numel - start), start // GROUP)
+        yield from _runs(0, numel, CHUNK)
         return
     rows, groups_per_row = numel // row, layout.groups_per_row
     if row <= CHUNK:
@@ -125,6 +143,21 @@ def _blocks(layout: GroupLayout) -> Iterator[_Block]:
     for r in range(rows):
         for start in range(0, row, CHUNK):
             yield _Block(r * row + start, 1, min(CHUNK, row - start), r * groups_per_row + start // GROUP)
+
+
+def _views(
+    block: _Block,
+    state: ParamState,
+    weight: Tensor,
+    grad: Tensor,
+    scalars: StepScalars,
+    factor: float,
+    dither: Tensor | float,
+) -> Block:
+    correction = block.of(state.correction) if state.correction is not None else None
+    moments = [block.of(kept) for kept in state.moments]
+    scales = [block.scales_of(kept) for kept in state.scales]
+    return Block(block.of(weight), block.of(grad), correction, moments, scales, state, scalars, factor, dither)
 
 
 def _step_block(

@@ -26,7 +26,7 @@ UNKNOWN = 0
 # Even multiplier and odd offset: every weight is odd, and no two agree in their lowest 17 bits.
 PLACE_MULTIPLIER = 0x9E3779B2
 PLACE_OFFSET = 0x85EBCA6B
-_CHUNK_TILES = 256
+_CHUNK_TILES = 1024
 
 
 def num_tiles(num_groups: int) -> int:

@@ -69,6 +69,7 @@ def test_s1_needs_the_floor_of_one_code(monkeypatch):
         return torch.where(255 * v.sqrt() / scale[..., None] < 0.5, 0, codes), scale
 
     monkeypatch.setattr("flashdist.kernels.eager.encode_variance", without_floor)
+    monkeypatch.setattr("flashdist.kernels.eager.step_in_place", lambda block, buffers: False)
     assert s1_largest_step(torch.float32, 0.999) > 1000
 
 
