@@ -261,9 +261,7 @@ def _load_tokenizer(tokenizers: Any, tokenizer: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # the library raises plain Exception
-        raise UserError(
-            f"data.tokenizer {tokenizer} is no tokenizer.json that can be used: {error}"
-        ) from error
+        raise UserError(f"data.tokenizer {tokenizer} is no tokenizer.json that can be used: {error}") from error
 
 
 def _is_utf8(text: bytes) -> bool:

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests.support.ranks import RankError, run_ranks
 
 

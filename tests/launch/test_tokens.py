@@ -10,9 +10,10 @@ import pytest
 import tokens
 from config import UserError
 from documents import Document
-from tests.support.ranks import run_ranks
 from tokenizers import Tokenizer
 from tokens import END, TokenFiles, open_tokens, prepare
+
+from tests.support.ranks import run_ranks
 
 TEXTS = {f"document {i}": f"the text of document number {i}; ".encode() * (i % 5 + 1) for i in range(60)}
 
