@@ -3,8 +3,7 @@
 from flashdist.algorithms import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashdist.optimizer import FlashOptimizer, NumericsError
 from flashdist.precision import cast_model
-
-__version__ = "0.1.0"
+from flashdist.version import __version__
 
 __all__ = [
     "FlashAdam",
@@ -14,5 +13,6 @@ __all__ = [
     "FlashSGD",
     "FlashSGDW",
     "NumericsError",
+    "__version__",
     "cast_model",
 ]

@@ -344,17 +344,20 @@ class FlashOptimizer(torch.optim.Optimizer):
         groups, states = check_and_convert(self, state_dict)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update(loaded)
-        # Formats may have changed with the groups: views and fingerprints of the old state are void.
-        self._states.clear()
-        self._roster = None
+        self._forget_views()
         for p, loaded_state in states.items():
             if loaded_state is None:
                 self.state.pop(p, None)
             else:
                 _copy_state(self, p, loaded_state)
-        self._clip_factor = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _forget_views(self) -> None:
+        """After state was loaded: formats may be others, corrections are trusted until the first step."""
+        self._states.clear()
+        self._roster = None
+        self._clip_factor = None
 
     def __getstate__(self) -> dict[str, Any]:
         self._drop_stale_corrections()

@@ -16,6 +16,7 @@ FILES = {
 
 # A module may import what stands in a lower row, and its own row if that is one folder. The longest prefix counts.
 LAYERS: list[set[str]] = [
+    {"flashdist.version"},
     {"flashdist.numerics"},
     {"flashdist.kernels"},
     {"flashdist.sharding"},

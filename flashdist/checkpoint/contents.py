@@ -1,0 +1,125 @@
+"""What a checkpoint holds: the live tensors of a model and its optimizer by name, and the rest as JSON.
+
+Names on disk: ``model.<name>`` for weights and buffers, ``optim.<parameter>.<key>`` for ``opt.state[p][key]``,
+``rng.<rank>.<generator>``, ``values.<...>`` for tensors in the scheduler's state and in ``extra``.
+"""
+
+from __future__ import annotations
+
+import platform
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from flashdist.checkpoint.jsonable import to_json
+from flashdist.checkpoint.manifest import Manifest
+from flashdist.checkpoint.names import ModelTensors
+from flashdist.checkpoint.ranks import Ranks
+from flashdist.checkpoint.rng import rng_tensors
+from flashdist.optimizer import FlashOptimizer
+from flashdist.version import __version__
+
+MODEL, OPTIM, RNG, VALUES = "model.", "optim.", "rng.", "values."
+
+
+def state_name(parameter: str, key: str) -> str:
+    """Name on disk of a state tensor."""
+    return f"{OPTIM}{parameter}.{key}"
+
+
+def collect(
+    model: nn.Module, opt: torch.optim.Optimizer | None, scheduler: Any, extra: Any, ranks: Ranks
+) -> tuple[dict[str, Any], Manifest]:
+    """Everything to save, not copied: tensors by their names on disk, and a manifest without files and tensors.
+
+    Raises:
+        ValueError: a parameter that the model does not have, or one on the meta device.
+        TypeError: a value that is not JSON and no tensor.
+    """
+    names = ModelTensors(model)
+    tensors: dict[str, Any] = {MODEL + name: _materialised(name, t) for name, t in names.by_name.items()}
+    described = None
+    if opt is not None:
+        described = _describe_optimizer(opt, names)
+        tensors.update(optimizer_tensors(opt, names))
+    tensors.update({f"{RNG}{ranks.rank}.{name}": state for name, state in rng_tensors().items()})
+    values: dict[str, Any] = {}
+    for key, value in (("scheduler", scheduler and scheduler.state_dict()), ("extra", extra)):
+        found: dict[str, Tensor] = {}
+        values[key] = to_json(value, key, found)
+        tensors.update({VALUES + name: tensor for name, tensor in found.items()})
+    manifest = Manifest(
+        world_size=ranks.size,
+        strategy=strategy_of(tensors, ranks.size),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions={"flashdist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        aliases=dict(names.aliases),
+        optimizer=described,
+        values=values,
+    )
+    return tensors, manifest
+
+
+def optimizer_tensors(opt: torch.optim.Optimizer, names: ModelTensors) -> dict[str, Any]:
+    """The live state tensors of an optimizer by their names on disk; state is allocated where there was none."""
+    if isinstance(opt, FlashOptimizer):
+        opt._allocate_all()
+        opt._drop_stale_corrections()
+    found: dict[str, Any] = {}
+    for p in parameters_of(opt):
+        for key, value in opt.state.get(p, {}).items():
+            if isinstance(value, Tensor):
+                found[state_name(names.name_of(p), key)] = value
+            elif value is not None:
+                raise TypeError(f"the state {key!r} of {names.name_of(p)} is no tensor but a {type(value).__name__}")
+    return found
+
+
+def parameters_of(opt: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters of an optimizer in order."""
+    return [p for group in opt.param_groups for p in group["params"]]
+
+
+def _describe_optimizer(opt: torch.optim.Optimizer, names: ModelTensors) -> dict[str, Any]:
+    groups = []
+    for i, group in enumerate(opt.param_groups):
+        found: dict[str, Tensor] = {}
+        settings = {key: _number(value) for key, value in group.items() if key not in ("params", "param_names")}
+        described = to_json(settings, f"param_groups.{i}", found)
+        if found:
+            raise TypeError(f"param group {i} holds tensors with more than one element: {sorted(found)}")
+        groups.append({**described, "params": [names.name_of(p) for p in group["params"]]})
+    return {"class": type(opt).__name__, "flashdist": isinstance(opt, FlashOptimizer), "param_groups": groups}
+
+
+def _number(value: Any) -> Any:
+    """A learning rate may be a 0-d tensor: its value."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _materialised(name: str, tensor: Tensor) -> Tensor:
+    if tensor.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device: materialise the model first (model.to_empty)")
+    return tensor.detach()
+
+
+def strategy_of(tensors: dict[str, Any], world_size: int) -> str:
+    """How ranks share the tensors, in a word or two."""
+    if world_size == 1:
+        return "single"
+    kinds = {_kind(t) for name, t in tensors.items() if name.startswith((MODEL, OPTIM))} - {"plain"}
+    return "+".join(sorted(kinds)) or "ddp"
+
+
+def _kind(tensor: Any) -> str:
+    if not isinstance(tensor, DTensor):
+        return "plain" if type(tensor) in (Tensor, nn.Parameter) or tensor.dim() == 0 else "ddp_zero1"
+    sharded = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if tensor.device_mesh.ndim == 1:
+        return "fsdp2" if sharded else "replicated"
+    if len(sharded) > 1 or any(type(p).__name__ == "_StridedShard" for p in tensor.placements):
+        return "fsdp2_tp"
+    return "hsdp" if any(isinstance(p, Replicate) for p in tensor.placements) else "fsdp2"

@@ -1,0 +1,94 @@
+"""Python values as JSON, with their tensors lifted out: what a checkpoint holds besides weights and states.
+
+JSON has neither tuples nor keys that are numbers nor infinity; each is written as an object with one marked key, so
+that what is read equals what was written. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TUPLE, DICT, FLOAT, TENSOR = "$tuple", "$dict", "$float", "$tensor"
+_MARKS = (TUPLE, DICT, FLOAT, TENSOR)
+
+
+def to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as what ``json.dumps`` takes; tensors in it go to ``tensors``, under ``name...``.
+
+    Args:
+        value: None, bool, int, float, str, tensors, and lists, tuples and dicts of these.
+        name: how error messages and tensor names call it.
+        tensors: gets the tensors.
+
+    Raises:
+        TypeError: anything else, naming the place in the value.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {FLOAT: repr(value)}
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {TENSOR: name}
+    if type(value) is list:
+        return [to_json(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
+    if type(value) is tuple:
+        return {TUPLE: [to_json(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]}
+    if isinstance(value, dict):
+        if all(type(k) is str and k not in _MARKS for k in value):
+            return {k: to_json(v, f"{name}.{k}", tensors) for k, v in value.items()}
+        pairs = enumerate(value.items())
+        return {
+            DICT: [[to_json(k, f"{name}.{i}.key", tensors), to_json(v, f"{name}.{i}", tensors)] for i, (k, v) in pairs]
+        }
+    raise TypeError(
+        f"{name} is of type {type(value).__name__}, which a checkpoint does not take (no pickle is ever written): "
+        "give None, bool, int, float, str, a tensor, or lists, tuples and dicts of these"
+    )
+
+
+def from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The inverse of :func:`to_json`, given the tensors by their names."""
+    if isinstance(value, list):
+        return [from_json(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((mark, inner),) = value.items()
+        if mark == TENSOR:
+            return tensors[inner]
+        if mark == FLOAT:
+            return float(inner)
+        if mark == TUPLE:
+            return tuple(from_json(v, tensors) for v in inner)
+        if mark == DICT:
+            return {from_json(k, tensors): from_json(v, tensors) for k, v in inner}
+    return {k: from_json(v, tensors) for k, v in value.items()}
+
+
+def tensor_names(value: Any) -> list[str]:
+    """Names of the tensors that :func:`from_json` will ask for."""
+    if isinstance(value, list):
+        return [name for v in value for name in tensor_names(v)]
+    if isinstance(value, dict):
+        if value.keys() == {TENSOR}:
+            return [value[TENSOR]]
+        return [name for v in value.values() for name in tensor_names(v)]
+    return []
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of :func:`dtype_name`; ValueError for what is no dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype

@@ -1,0 +1,251 @@
+"""From a checkpoint to a model and an optimizer: everything is compared first, then read in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashdist.checkpoint.contents import MODEL, OPTIM, RNG, VALUES, state_name
+from flashdist.checkpoint.conversion import Conversion, plan_conversion
+from flashdist.checkpoint.jsonable import from_json, tensor_names
+from flashdist.checkpoint.manifest import Manifest, StoredTensor
+from flashdist.checkpoint.names import ModelTensors
+from flashdist.checkpoint.reading import read_plain, read_tensors
+from flashdist.numerics.groups import group_layout
+from flashdist.optimizer import FlashOptimizer
+from flashdist.param_state import expected_entries
+from flashdist.state_loading import FORMAT_VERSION, TORCH_HYPERPARAMETERS, VERSION_KEY
+
+logger = logging.getLogger(__name__)
+# These stay as the optimizer was built: what is stored otherwise is converted.
+_OWN_SETTINGS = ("master_weight_bits", "quantize")
+
+
+@dataclass
+class LoadPlan:
+    """What a load is going to do.
+
+    Attributes:
+        direct: stored name to the live tensor that is read in place (model).
+        states: parameter to stored names of its state, where nothing is converted.
+        conversions: parameters whose state or weight is stored in another format.
+        fresh: parameters that have no state in the checkpoint.
+        groups: new entries of each param group.
+    """
+
+    direct: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[Tensor, dict[str, str]] = field(default_factory=dict)
+    conversions: list[Conversion] = field(default_factory=list)
+    fresh: list[Tensor] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+def plan_load(manifest: Manifest, model: nn.Module, opt: torch.optim.Optimizer | None) -> LoadPlan:
+    """Compare a checkpoint with a model and an optimizer. Nothing is changed.
+
+    Raises:
+        ValueError: listing what is missing, unexpected or of another shape or dtype.
+    """
+    names = ModelTensors(model)
+    plan = LoadPlan()
+    sources = _match_model(manifest, names)
+    if opt is not None and manifest.optimizer is not None:
+        _match_groups(manifest.optimizer, opt, names, plan)
+        _match_states(manifest, opt, names, sources, plan)
+    converted = {c.parameter for c in plan.conversions if c.weight_source is not None}
+    wrong = []
+    for name, tensor in names.by_name.items():
+        stored = manifest.tensors[sources[name]]
+        if tensor in converted:
+            continue
+        if stored.dtype != tensor.dtype:
+            wrong.append(f"{name} is {tensor.dtype} here, {stored.dtype} in the checkpoint")
+        plan.direct[sources[name]] = tensor.detach()
+    if wrong:
+        raise ValueError(
+            f"the checkpoint's weights have other dtypes than the model's: {_some(wrong)}. Cast the model "
+            "(flashdist.cast_model) as it was when it was saved, or load them through export_weights."
+        )
+    if opt is not None and manifest.optimizer is None:
+        plan.fresh = [p for group in opt.param_groups for p in group["params"]]
+        logger.info("the checkpoint holds weights alone: the optimizer starts afresh, corrections are 0")
+    return plan
+
+
+def _match_model(manifest: Manifest, names: ModelTensors) -> dict[str, str]:
+    """Stored name of each of the model's tensors."""
+    stored = {name.removeprefix(MODEL): t for name, t in manifest.tensors.items() if name.startswith(MODEL)}
+    sources: dict[str, str] = {}
+    used: dict[str, str] = {}
+    missing, misshaped = [], []
+    for name, tensor in names.by_name.items():
+        source = name if name in stored else manifest.aliases.get(name)
+        if source is None or source not in stored:
+            missing.append(name)
+            continue
+        if source in used:
+            raise ValueError(
+                f"{used[source]} and {name} are tied in the checkpoint, but not in the model: tie them first"
+            )
+        used[source] = name
+        sources[name] = MODEL + source
+        if tuple(tensor.shape) != stored[source].shape:
+            misshaped.append(f"{name} (checkpoint {stored[source].shape}, model {tuple(tensor.shape)})")
+    unexpected = [name for name in stored if name not in used]
+    tied = [f"{name} and {names.aliases[name]}" for name in unexpected if name in names.aliases]
+    if tied:
+        raise ValueError(f"{_some(tied)} are tied in the model, but not in the checkpoint")
+    if missing or unexpected or misshaped:
+        parts = (("missing in it", missing), ("unexpected in it", unexpected), ("of another shape", misshaped))
+        listed = "; ".join(f"{what}: {_some(found)}" for what, found in parts if found)
+        raise ValueError(f"the checkpoint is of another model, nothing was loaded. {listed}")
+    return sources
+
+
+def _some(found: Sequence[str], limit: int = 10) -> str:
+    more = f" and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more
+
+
+def _match_groups(saved: dict[str, Any], opt: torch.optim.Optimizer, names: ModelTensors, plan: LoadPlan) -> None:
+    if len(saved["param_groups"]) != len(opt.param_groups):
+        raise ValueError(
+            f"the checkpoint has {len(saved['param_groups'])} param groups, the optimizer {len(opt.param_groups)}"
+        )
+    ours = isinstance(opt, FlashOptimizer)
+    if saved["flashdist"] and not ours:
+        raise ValueError(
+            f"the checkpoint holds the state of {saved['class']}, which {type(opt).__name__} cannot read: load it into "
+            f"{saved['class']}, and use flashdist.checkpoint.torch_state_dict and export_weights to change over"
+        )
+    for i, (group, stored) in enumerate(zip(opt.param_groups, saved["param_groups"], strict=True)):
+        here = [names.name_of(p) for p in group["params"]]
+        there = [names.aliases.get(name, name) for name in stored["params"]]
+        if sorted(here) != sorted(there):
+            missing, unexpected = sorted(set(here) - set(there)), sorted(set(there) - set(here))
+            raise ValueError(
+                f"param group {i} holds other parameters in the checkpoint. Only here: {_some(missing) or 'none'}; "
+                f"only there: {_some(unexpected) or 'none'}"
+            )
+        settings = from_json({k: v for k, v in stored.items() if k != "params"}, {})
+        if saved["flashdist"]:
+            if settings.get(VERSION_KEY) != FORMAT_VERSION:
+                raise ValueError(
+                    f"the checkpoint's optimizer state has format version {settings.get(VERSION_KEY)}, this release of "
+                    f"flashdist reads {FORMAT_VERSION}"
+                )
+            settings = {k: v for k, v in settings.items() if k not in _OWN_SETTINGS}
+        elif ours:
+            if settings.get("amsgrad"):
+                raise ValueError("the checkpoint is of an optimizer with amsgrad=True, which flashdist does not have")
+            settings = {
+                k: v for k, v in settings.items() if k in TORCH_HYPERPARAMETERS and (k in group or k == "initial_lr")
+            }
+        if isinstance(opt, FlashOptimizer):
+            opt._check_group({**group, **settings})
+        plan.groups.append(settings)
+
+
+def _match_states(
+    manifest: Manifest, opt: torch.optim.Optimizer, names: ModelTensors, sources: dict[str, str], plan: LoadPlan
+) -> None:
+    stored: dict[str, dict[str, StoredTensor]] = {}
+    for full_name, tensor in manifest.tensors.items():
+        if full_name.startswith(OPTIM):
+            name, key = full_name.removeprefix(OPTIM).rsplit(".", 1)
+            stored.setdefault(names.aliases.get(name, name), {})[key] = tensor
+    for group in opt.param_groups:
+        for p in group["params"]:
+            name = names.name_of(p)
+            source = sources[name].removeprefix(MODEL)
+            found = stored.pop(name, None) or stored.pop(source, None)
+            if found is None:
+                plan.fresh.append(p)
+                continue
+            keys = {key: state_name(source, key) for key in found}
+            if not isinstance(opt, FlashOptimizer):
+                plan.states[p] = keys
+                continue
+            rule = opt._rule(group)
+            expected = {e.key: e for e in expected_entries(p, group, rule, group_layout(p.shape))}
+            weight = manifest.tensors[sources[name]]
+            same = expected.keys() == found.keys() and all(
+                (e.dtype, e.shape) == (found[key].dtype, found[key].shape) for key, e in expected.items()
+            )
+            if same and weight.dtype == p.dtype:
+                plan.states[p] = keys
+            else:
+                plan.conversions.append(
+                    plan_conversion(name, p, list(expected.values()), rule, found, keys, weight, sources[name])
+                )
+    if stored:
+        raise ValueError(
+            f"the checkpoint has states of parameters that the optimizer does not have: {_some(sorted(stored))}"
+        )
+
+
+def execute(plan: LoadPlan, folder: Path, manifest: Manifest, opt: torch.optim.Optimizer | None) -> None:
+    """Carry a plan out: read in place, convert what is stored otherwise, and set the param groups."""
+    targets = dict(plan.direct)
+    if opt is not None:
+        for group, settings in zip(opt.param_groups, plan.groups, strict=False):
+            _set_group(group, settings)
+        for p, keys in plan.states.items():
+            _make_room(opt, p, keys, manifest)
+            targets.update({full_name: opt.state[p][key] for key, full_name in keys.items()})
+        for p in plan.fresh:
+            opt.state.pop(p, None)
+    read_tensors(folder, manifest, targets)
+    if isinstance(opt, FlashOptimizer):
+        for conversion in plan.conversions:
+            _make_room(opt, conversion.parameter, {}, manifest)
+            conversion.run(folder, manifest, opt.state[conversion.parameter])
+        for note in sorted({note for c in plan.conversions for note in c.notes}):
+            examples = [c.name for c in plan.conversions if note in c.notes]
+            logger.warning("%s: %d tensors (%s)", note, len(examples), _some(examples, 3))
+        opt._forget_views()
+
+
+def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    for key, value in settings.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def _make_room(opt: torch.optim.Optimizer, p: Tensor, keys: dict[str, str], manifest: Manifest) -> None:
+    """State tensors for a parameter, where it has none of the right kind."""
+    if isinstance(opt, FlashOptimizer):
+        opt._state_of(p, opt._group_of(p))
+        return
+    for key, full_name in keys.items():
+        stored = manifest.tensors[full_name]
+        if stored.shape == tuple(p.shape) and p.dim() > 0:
+            opt.state[p][key] = torch.zeros_like(p, dtype=stored.dtype)
+        else:
+            # torch keeps its step count on the CPU unless the step reads it on the device.
+            group = next(g for g in opt.param_groups if any(q is p for q in g["params"]))
+            on_device = group.get("capturable") or group.get("fused")
+            opt.state[p][key] = torch.zeros(stored.shape, dtype=stored.dtype, device=p.device if on_device else "cpu")
+
+
+def load_values(folder: Path, manifest: Manifest, key: str) -> Any:
+    """``scheduler`` or ``extra`` as it was saved."""
+    value = manifest.values.get(key)
+    names = tensor_names(value)
+    tensors = read_plain(folder, manifest, [VALUES + name for name in names])
+    return from_json(value, {name: tensors[VALUES + name] for name in names})
+
+
+def rng_states(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+    """States of the generators of a rank, empty where the checkpoint has none for it."""
+    prefix = f"{RNG}{rank}."
+    found = read_plain(folder, manifest, [name for name in manifest.tensors if name.startswith(prefix)])
+    return {name.removeprefix(prefix): state for name, state in found.items()}

@@ -1,0 +1,141 @@
+"""The manifest of a checkpoint: what it holds, which bytes of which file, and the checksum of each.
+
+``manifest.json`` is plain JSON, written in one canonical form: it is damaged unless it reads back to the very same
+bytes and its body has the checksum given beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashdist.checkpoint.jsonable import dtype_name, dtype_of
+from flashdist.checkpoint.ranks import CheckpointError
+from flashdist.checkpoint.shard_file import FileRecord
+
+FILE_NAME = "manifest.json"
+FORMAT = "flashdist-checkpoint"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box of a tensor: the file, the byte in it, where the box begins in the tensor, and its shape."""
+
+    file: str
+    start: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: dtype, global shape, and the boxes that make it up."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass
+class Manifest:
+    """All that a checkpoint says about itself.
+
+    Attributes:
+        world_size: number of ranks that saved it.
+        strategy: how they shared the model, for people: ``single``, ``ddp``, ``ddp_zero1``, ``fsdp2``, ``hsdp``, ...
+        created: UTC time, ISO 8601.
+        versions: of flashdist, torch and Python.
+        bytes_by_kind: stored bytes of weights, buffers, corrections, moments, ...
+        files: size and checksum of each rank's file.
+        tensors: name to what is stored.
+        aliases: further names of tied weights.
+        optimizer: class name and param groups (with names of parameters), or None where only a model was saved.
+        values: scheduler and extra as JSON (:mod:`flashdist.checkpoint.jsonable`).
+    """
+
+    world_size: int
+    strategy: str
+    created: str
+    versions: dict[str, str]
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The canonical form."""
+        body = asdict(self)
+        for tensor in body["tensors"].values():
+            tensor["dtype"] = dtype_name(tensor["dtype"])
+        return _canonical(body)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged manifest, or one of a newer format.
+    """
+    path = folder / FILE_NAME
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint at {folder}: {'it is a file' if folder.exists() else 'no such folder'}"
+        )
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no flashdist checkpoint: its {FILE_NAME} cannot be read ({error.strerror}). "
+            "flashdist.checkpoint.import_optimizer reads checkpoints of torch."
+        ) from error
+    try:
+        document = json.loads(data)
+        version, body = document["format_version"], document["body"]
+        is_ours = document["format"] == FORMAT
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not the JSON that flashdist writes ({error!r})") from error
+    if not is_ours:
+        raise CheckpointError(f"{path} is not of a flashdist checkpoint")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} has format version {version}, this release of flashdist reads {FORMAT_VERSION}: "
+            "load it with the release that wrote it, or a newer one"
+        )
+    if _canonical(body) != data:
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit")
+    return _parse(body)
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+    document = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "body": body,
+    }
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    files = {name: FileRecord(**record) for name, record in body["files"].items()}
+    for name in files:
+        if Path(name).name != name:
+            raise CheckpointError(f"the manifest names a file outside of its folder: {name!r}")
+    tensors = {
+        name: StoredTensor(
+            dtype_of(t["dtype"]),
+            tuple(t["shape"]),
+            tuple(StoredPiece(p["file"], p["start"], tuple(p["offsets"]), tuple(p["sizes"])) for p in t["pieces"]),
+        )
+        for name, t in body["tensors"].items()
+    }
+    return Manifest(**{**body, "files": files, "tensors": tensors})
