@@ -17,12 +17,12 @@ from operator import is_, or_
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from flashdist.kernels import tiles
 from flashdist.kernels.backend import ParamState, StepInputs, dithered
+from flashdist.kernels.triton_compile import NVIDIA, Call, compile_together, first_launch
 from flashdist.kernels.triton_rules import RULES
 from flashdist.kernels.triton_step import prepare_kernel, step_kernel
 from flashdist.kernels.upload import Upload
@@ -32,7 +32,7 @@ from flashdist.numerics.rules import GroupScalars, Rule
 from flashdist.numerics.weight_split import correction_bits
 
 # Measured on an H200, see docs/decisions.md. Never autotuned: the kernel works in place.
-STEP_OPTIONS: dict[str, int] = {"num_warps": 1}
+STEP_OPTIONS: dict[str, int] = {"num_warps": 1, **({"maxnreg": 128} if NVIDIA else {})}
 # A masked launch has few programs, each of which runs through its code once: the shorter the code the better.
 MASKED_STEP_OPTIONS: dict[str, int] = {"num_warps": 4}
 MAX_GROUPS = 2**31 - 1
@@ -249,10 +249,28 @@ class Plan:
         self._upload_groups(groups)
         if inputs.count_lost:
             self.lost.zero_()
-        self._launch_prepare(inputs)
-        for launch in self.launches:
-            self._launch_step(launch, inputs.count_lost)
+        if self.states:
+            self._launch(inputs)
         return list(self.lost.unbind()) if inputs.count_lost else None
+
+    def _launch(self, inputs: StepInputs) -> None:
+        """Launch everything; what was not launched before is compiled first, all at once."""
+        given = (inputs.clip_factor, inputs.grad_scale, inputs.found_inf)
+        there, check = tuple(map(_dtype, given)), inputs.count_lost
+        new = [launch for launch in self.launches if check not in launch.compiled]
+        prepare = self._prepare_args(given)
+        if new:
+            first = [] if there in self.prepare else [self._prepare_call(there, prepare)]
+            compile_together(first + [self._step_call(launch, check) for launch in new])
+        if there in self.prepare:
+            self.prepare[there](*prepare)
+        else:
+            self.prepare[there] = first_launch(self._prepare_call(there, prepare))
+        for launch in self.launches:
+            if check in launch.compiled:
+                launch.compiled[check](*self._step_args(launch))
+            else:
+                launch.compiled[check] = first_launch(self._step_call(launch, check))
 
     def _upload_addresses(self, addresses: Addresses) -> None:
         host = self.table.host()
@@ -275,29 +293,19 @@ class Plan:
             if isinstance(group.lr, Tensor) and group.lr.device == self.device:
                 self.group_table.device[i, tiles.G_LR].copy_(group.lr.reshape(()))
 
-    def _launch_prepare(self, inputs: StepInputs) -> None:
-        given = (inputs.clip_factor, inputs.grad_scale, inputs.found_inf)
-        there = tuple(map(_dtype, given))
-        tensors = (
-            self.table.device,
-            self.group_table.device,
-            self.scalars,
-            *(self.scalars if x is None else x.to(self.device, non_blocking=True) for x in given),
-            len(self.states),
-        )
-        if there in self.prepare:
-            self.prepare[there](*tensors)
-        elif self.states:
-            used = [dtype is not None for dtype in there]
-            constants = {"HAS_CLIP": used[0], "HAS_SCALE": used[1], "HAS_FOUND_INF": used[2], "BLOCK": PREPARE_BLOCK}
-            grid = (triton.cdiv(len(self.states), PREPARE_BLOCK), 1, 1)
-            self.prepare[there] = first_launch(prepare_kernel, grid, tensors, constants, {})
+    def _prepare_args(self, given: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        scalars = (self.scalars if x is None else x.to(self.device, non_blocking=True) for x in given)
+        return (self.table.device, self.group_table.device, self.scalars, *scalars, len(self.states))
 
-    def _launch_step(self, launch: Launch, count_lost: bool) -> None:
-        tensors = (self.table.device, self.scalars, launch.program_tensor, self.lost)
-        if count_lost in launch.compiled:
-            launch.compiled[count_lost](*tensors)
-            return
+    def _prepare_call(self, there: tuple[torch.dtype | None, ...], args: tuple[Any, ...]) -> Call:
+        used = [dtype is not None for dtype in there]
+        constants = {"HAS_CLIP": used[0], "HAS_SCALE": used[1], "HAS_FOUND_INF": used[2], "BLOCK": PREPARE_BLOCK}
+        return Call(prepare_kernel, (-(-len(self.states) // PREPARE_BLOCK), 1, 1), args, constants, {})
+
+    def _step_args(self, launch: Launch) -> tuple[Any, ...]:
+        return (self.table.device, self.scalars, launch.program_tensor, self.lost)
+
+    def _step_call(self, launch: Launch, check: bool) -> Call:
         key = launch.key
         constants = {
             "RULE": RULES[key.rule.name],
@@ -307,40 +315,17 @@ class Plan:
             "GRAD": _TRITON_DTYPES[key.grad_dtype],
             "LO_BITS": key.lo_bits,
             "DITHER": key.dither,
-            "CHECK": count_lost,
+            "CHECK": check,
             "MASKED": launch.masked,
-            "FAST": _NVIDIA and self.device.type == "cuda",
+            "FAST": NVIDIA and self.device.type == "cuda",
             "STAGES": 1 if launch.masked else PIPELINE_STAGES,
         }
         options = MASKED_STEP_OPTIONS if launch.masked else STEP_OPTIONS
-        grid = (launch.program_tensor.numel(), 1, 1)
-        launch.compiled[count_lost] = first_launch(step_kernel, grid, tensors, constants, options)
+        return Call(step_kernel, (launch.program_tensor.numel(), 1, 1), self._step_args(launch), constants, options)
 
     def workspace(self) -> list[Tensor]:
         tables = [self.table.device, self.group_table.device, self.scalars, self.lost]
         return [*tables, *(launch.program_tensor for launch in self.launches)]
-
-
-# PTX and fast division are NVIDIA's; Triton's interpreter knows neither.
-_NVIDIA = torch.version.hip is None and not triton.knobs.runtime.interpret
-if _NVIDIA:
-    STEP_OPTIONS["maxnreg"] = 128
-# Multiplications and additions may be fused; the default of newer Triton releases differs.
-_FUSION: dict[str, Any] = {} if triton.knobs.runtime.interpret else {"enable_fp_fusion": True}
-
-
-def first_launch(
-    kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, int]
-) -> Callable[..., Any]:
-    """Launch a kernel, and return what launches it again with other arguments of the same dtypes and alignments.
-
-    That skips Triton's look-up of the compiled kernel, which costs the host several times what the launch does.
-    """
-    compiled = kernel[grid](*args, **constants, **options, **_FUSION)
-    if compiled is None:  # the interpreter compiles nothing
-        return lambda *others: kernel[grid](*others, **constants, **options)
-    launch, values = compiled[grid], tuple(constants.values())
-    return lambda *others: launch(*others, *values)
 
 
 def _dtype(scalar: Tensor | None) -> torch.dtype | None:

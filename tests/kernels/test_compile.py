@@ -35,3 +35,13 @@ def test_all_kernels_compile_for_every_target():
         for process in running.values():
             process.kill()
             process.wait()
+
+
+def test_kernels_are_compiled_side_by_side_before_their_first_launch(tmp_path: Path):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.compile_side_by_side"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**env, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "nothing was compiled twice" in done.stdout
