@@ -1,12 +1,17 @@
 """The one way a step is measured.
 
-Four times, since they answer different questions:
+Several times, since they answer different questions:
 
 - `device_ms`: what the GPU is busy for. The stream is first blocked by a sleeping kernel while the host enqueues the
   steps, so that no gap between launches counts; the event pairs around each step then hold device time only.
 - `wall_ms`: the host's clock over a loop of steps issued back to back, per step: the larger of host and device time.
 - `wall_sync_ms`: one step between two synchronisations, where host and device time add up.
 - `event_ms`: events around steps issued back to back without synchronising: the device's view of the same loop.
+- `sustained_ms`: events again, at the end of steps that went on for two seconds (large sets only).
+
+A GPU that has been busy for most of a second may lower its clock to keep its power limit. A training step contains one
+optimizer step, a benchmark thousands in a row. So loops of both kinds take turns and rest in between for as long as
+they ran, which keeps the device in one state for all figures; `sustained_ms` shows the other state.
 
 `wall_new_grads_ms` is `wall_sync_ms` with gradients at other addresses in every step, as after `zero_grad()`.
 All are medians. Weights and gradients are random: zeros take less power and a processor can run faster on them.
@@ -26,9 +31,13 @@ import torch
 from benchmarks.optimizers import Entry, step_function
 from benchmarks.sets import Shape
 
+ONLY_CUDA = ("device_ms", "event_ms", "sustained_ms", "device_queue_full")  # None on a CPU
 WARM_UP_STEPS = {"cuda": 5, "cpu": 2}  # a captured step needs 4
 COPY_BYTES = 4 << 30
 MAX_SLEEP_MS = 3000.0
+MAX_REST_S = 0.3
+SUSTAINED_S = 2.0
+SUSTAINED_NUMEL = 1 << 28  # smaller sets leave the device idle between steps
 BUDGET_S = {"cuda": 1.0, "cpu": 5.0}  # for one loop; times on a CPU scatter more, and the median needs more of them
 
 
@@ -79,17 +88,14 @@ def wall_times(
     return times
 
 
-def loop_times(step: Callable[[], Any], iters: int, device: str, loops: int = 5) -> list[float]:
-    """Milliseconds a step of `loops` loops of `iters` steps, synchronised at their ends only."""
-    times = []
-    for _ in range(loops):
-        synchronise(device)
-        start = time.perf_counter()
-        for _ in range(iters):
-            step()
-        synchronise(device)
-        times.append((time.perf_counter() - start) * 1e3 / iters)
-    return times
+def loop_time(step: Callable[[], Any], iters: int) -> float:
+    """Milliseconds a step of one loop, synchronised at its ends only."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(iters):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3 / iters
 
 
 def event_times(step: Callable[[], Any], iters: int) -> list[float]:
@@ -101,6 +107,24 @@ def event_times(step: Callable[[], Any], iters: int) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in pairs]
+
+
+def alternating_times(step: Callable[[], Any], iters: int, rounds: int = 3) -> tuple[list[float], list[float]]:
+    """`loop_time` and `event_times` of loops that take turns, each after a rest as long as the loop before."""
+    loops: list[float] = []
+    events: list[float] = []
+    for _ in range(rounds):
+        loops.append(loop_time(step, iters))
+        time.sleep(min(MAX_REST_S, loops[-1] * iters * 1e-3))
+        events += event_times(step, iters)
+        time.sleep(min(MAX_REST_S, loops[-1] * iters * 1e-3))
+    return loops, events
+
+
+def sustained_time(step: Callable[[], Any], step_ms: float) -> float:
+    """Milliseconds a step at the end of SUSTAINED_S seconds without a pause."""
+    times = event_times(step, max(4, int(SUSTAINED_S * 1e3 / step_ms)))
+    return median(times[-len(times) // 4 :])
 
 
 def cycles_per_ms() -> float:
@@ -190,7 +214,7 @@ def measure(entry: Entry, shapes: Sequence[Shape], device: str, iters: int) -> d
     grads = random_grads()
     set_grads(grads)
     numel = sum(p.numel() for p in params)
-    row: dict[str, Any] = {"numel": numel, "device_ms": None, "event_ms": None, "device_queue_full": None}
+    row: dict[str, Any] = {"numel": numel, **dict.fromkeys(ONLY_CUDA)}
     synchronise(device)
     allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
     optimizer = entry.build(params)
@@ -206,12 +230,14 @@ def measure(entry: Entry, shapes: Sequence[Shape], device: str, iters: int) -> d
         steady = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         row["wall_sync_ms"] = median(wall_times(step, iters, device))
-        row["wall_ms"] = median(loop_times(step, iters, device))
+        loops, events = alternating_times(step, iters)
+        row["wall_ms"], row["event_ms"] = median(loops), median(events)
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
         row["temporary_bytes"] = row["peak_bytes"] - steady
-        row["event_ms"] = median(event_times(step, iters))
         times, row["device_queue_full"] = device_times(step, iters, row["wall_sync_ms"])
         row["device_ms"] = median(times)
+        if numel >= SUSTAINED_NUMEL:
+            row["sustained_ms"] = sustained_time(step, row["event_ms"])
     else:
         row["bytes_per_param"] = state_bytes(optimizer) / numel
         row["wall_ms"] = row["wall_sync_ms"] = median(wall_times(step, iters, device))

@@ -16,7 +16,15 @@ Result = dict[str, Any]
 TOP_LEVEL = ("date", "device", "torch", "triton", "commit", "copy_bytes_per_s", "rows", "skipped", "gate")
 ROW = (
     *("set", "optimizer", "device_ms", "wall_ms", "event_ms", "bytes_per_param", "fraction_of_copy", "peak_bytes"),
-    *("temporary_bytes", "wall_new_grads_ms", "bytes_moved_per_param", "device_queue_full", "numel", "iters"),
+    *(
+        "sustained_ms",
+        "temporary_bytes",
+        "wall_new_grads_ms",
+        "bytes_moved_per_param",
+        "device_queue_full",
+        "numel",
+        "iters",
+    ),
 )
 
 
@@ -38,6 +46,8 @@ def write(result: Result, path: Path) -> None:
 def read(path: Path) -> Result:
     """Reads a result file; raises ValueError for a file that is not one."""
     result = json.loads(path.read_text())
+    for row in result.get("rows", []):
+        row.setdefault("sustained_ms", None)  # results from before it was measured
     missing = [key for key in TOP_LEVEL if key not in result]
     missing += sorted({key for row in result.get("rows", []) for key in ROW if key not in row})
     if missing:
@@ -58,7 +68,17 @@ def print_table(result: Result, console: Console | None = None) -> None:
     table = Table(title=f"{result['device']}{speed}, torch {result['torch']}, commit {result['commit']}")
     for name in ("set", "optimizer"):
         table.add_column(name)
-    for name in ("device ms", "wall ms", "new grads", "event ms", "of copy", "state B/param", "peak GiB", "temp MiB"):
+    for name in (
+        "device ms",
+        "wall ms",
+        "new grads",
+        "event ms",
+        "sustained",
+        "of copy",
+        "state B/param",
+        "peak GiB",
+        "temp MiB",
+    ):
         table.add_column(name, justify="right")
     last = None
     for row in result["rows"]:
@@ -68,7 +88,7 @@ def print_table(result: Result, console: Console | None = None) -> None:
         table.add_row(
             *(row["set"], row["optimizer"]),
             ms(row["device_ms"], "" if row["device_queue_full"] else "*"),
-            *(ms(row["wall_ms"]), ms(row["wall_new_grads_ms"]), ms(row["event_ms"])),
+            *(ms(row["wall_ms"]), ms(row["wall_new_grads_ms"]), ms(row["event_ms"]), ms(row["sustained_ms"])),
             "-" if fraction is None else f"{fraction:.3f}",
             f"{row['bytes_per_param']:.3f}",
             f"{row['peak_bytes'] / 2**30:.2f}",

@@ -20,7 +20,6 @@ with warnings.catch_warnings():
 
 from flashdist import FlashAdamW
 from flashdist.kernels import triton_compile
-from flashdist.kernels.backend import StepInputs
 from flashdist.kernels.triton_launch import Plan
 
 
