@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:?usage: bash benchmarks/gpu_check.sh OUT_FOLDER [COMMIT] [SECONDS_FOR_THE_BENCHMARK]}
 commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
-deadline=${3:-280}
+deadline=${3:-330}
 mkdir -p "$out"
 failed=()
 

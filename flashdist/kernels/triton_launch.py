@@ -23,6 +23,7 @@ from torch import Tensor
 from flashdist.kernels import tiles
 from flashdist.kernels.backend import ParamState, StepInputs, dithered
 from flashdist.kernels.triton_compile import NVIDIA, Call, compile_together, first_launch
+from flashdist.kernels.triton_norm import Norms
 from flashdist.kernels.triton_rules import RULES
 from flashdist.kernels.triton_step import prepare_kernel, step_kernel
 from flashdist.kernels.upload import Upload
@@ -81,6 +82,7 @@ class TritonBackend:
         self._devices: dict[torch.device, list[int]] = {}
         # What a captured CUDA graph reads must live, unchanged, as long as the graph may be replayed.
         self._captured: list[Plan] = []
+        self._norms = Norms()
 
     def step(
         self,
@@ -127,12 +129,13 @@ class TritonBackend:
             return plan.run(addresses, groups, inputs)
 
     def grad_square_sum(self, grads: Sequence[Tensor]) -> Tensor:
-        norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
-        return torch.stack(norms).square().sum()
+        with _on(grads[0].device):
+            return self._norms.square_sum(grads)
 
     def workspace(self) -> list[Tensor]:
         """The tables and maps that this backend keeps on devices."""
-        return [t for plan in [*self._plans.values(), *self._captured] for t in plan.workspace()]
+        plans = [*self._plans.values(), *self._captured, self._norms]
+        return [t for plan in plans for t in plan.workspace()]
 
 
 class Plan:

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from triton.compiler import ASTSource
     from triton.compiler import compile as compile_source
 
-from flashdist.kernels import triton_launch, triton_step
+from flashdist.kernels import triton_launch, triton_norm, triton_step
 from flashdist.kernels.triton_rules import RULES
 
 TARGETS = {
@@ -109,6 +109,16 @@ def compile_prepare(target: GPUTarget, used: bool):
     )  # fmt: skip
 
 
+def compile_norm(target: GPUTarget, dtype: str, aligned: bool):
+    return compile_kernel(
+        triton_norm.square_sum_kernel,
+        {"table": "*i64", "program_tensor": "*i32", "sums": "*fp32"},
+        {"TYPE": DTYPES[dtype], "ALIGN": triton_norm.ALIGNMENT if aligned else 1, "TILE": triton_norm.BLOCK},
+        target,
+        **triton_norm.OPTIONS,
+    )
+
+
 def main(name: str) -> None:
     target = TARGETS[name]
     kernels = {f"prepare {used}": compile_prepare(target, used) for used in (False, True)}
@@ -118,6 +128,8 @@ def main(name: str) -> None:
     # A gradient of another dtype than its weight's: torch allows it through Tensor.grad_dtype.
     mixed = (("adamw", 2), "bf16", 8, True, True, False, False)
     kernels["step with fp32 gradients"] = compile_step(mixed, target, grad="fp32")
+    for dtype, aligned in itertools.product(WEIGHTS, (True, False)):
+        kernels[f"norm {dtype} {aligned}"] = compile_norm(target, dtype, aligned)
     for label, kernel in kernels.items():
         binary = kernel.asm[BINARIES[target.backend]]
         assert len(binary) > 1000, label
