@@ -9,22 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_backend
 from flashdist.memory import MemorySummary, summarize
 from flashdist.numerics.fingerprint import drop_stale
 from flashdist.numerics.groups import group_layout
 from flashdist.numerics.rules import GroupScalars, Rule
-from flashdist.numerics.weight_split import join
-from flashdist.param_state import allocate, check_parameter, view
+from flashdist.param_state import allocate, check_parameter, join_weight, same_state, view
 from flashdist.roster import Roster, local_gradients, with_gradients
 from flashdist.sharding.global_norm import global_norm
-from flashdist.sharding.local_shard import check_placements, is_meta, local
-from flashdist.sharding.placement import place_like
-from flashdist.state_loading import FORMAT_VERSION, VERSION_KEY, check_and_convert
-
-# Elements that master_weight() joins at a time.
-JOIN_CHUNK = 1 << 22
+from flashdist.sharding.local_shard import check_placements, is_meta
+from flashdist.sharding.partition import AsPlaced, Partition
+from flashdist.state_loading import FORMAT_VERSION, VERSION_KEY, check_and_convert, copy_state
 
 
 class NumericsError(RuntimeError):
@@ -43,6 +40,7 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, check_numerics: bool = False) -> None:
         self.check_numerics = check_numerics
+        self._partition: Partition = AsPlaced()
         self._reset_caches()
         super().__init__(params, {**defaults, VERSION_KEY: FORMAT_VERSION})
 
@@ -78,6 +76,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             ValueError: a hyperparameter out of range, or a placement that cannot be kept (naming the parameter).
             TypeError: a parameter of a dtype other than bf16, fp16 and fp32, or an FSDP1 flat parameter.
         """
+        self._partition.check_new_group()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -127,15 +126,15 @@ class FlashOptimizer(torch.optim.Optimizer):
         group = self.param_groups[group_index]
         rule = self._rule(group)
         if not self.state.get(p):
-            self.state[p] = allocate(self._name(p), p, group, rule)
-        new = view(self._name(p), p, self.state[p], group, group_index, rule)
+            self.state[p] = allocate(self._name(p), p, group, rule, self._partition)
+        new = view(self._name(p), p, self.state[p], group, group_index, rule, self._partition)
         old = self._states.get(p)
         if old is not None and old.weight_dtype != new.weight_dtype:
             raise RuntimeError(
                 f"{self._name(p)} was {old.weight_dtype} when its state was made and is {new.weight_dtype} now. "
                 "Cast the model before the optimizer's first step."
             )
-        if old is not None and _same_state(old, new):
+        if old is not None and same_state(old, new):
             return old
         self._states[p] = new
         return new
@@ -146,11 +145,15 @@ class FlashOptimizer(torch.optim.Optimizer):
             if p.requires_grad or p in self.state:
                 self._state_of(p, g)
 
+    def _weight(self, p: Tensor) -> Tensor:
+        """This rank's part of a weight in logical order."""
+        return self._partition.parts([p])[0].detach().contiguous()
+
     def _drop_stale_corrections(self) -> None:
         """Zero the corrections of weights that were changed behind the optimizer, before anybody sees them."""
         for p, state in self._states.items():
             if state.correction is not None and state.fingerprint is not None and not is_meta(p):
-                drop_stale(state.correction, state.fingerprint, local(p).detach().contiguous(), state.layout.row)
+                drop_stale(state.correction, state.fingerprint, self._weight(p), state.layout.row)
 
     # Step.
 
@@ -181,18 +184,23 @@ class FlashOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._check_group(group)
         scalars = [self._scalars(group) for group in self.param_groups]
-        params, groups, grads = with_gradients(self._parameters(), self._known_groups)
-        grads = local_gradients(params, grads, self._local_gradient)
+        everything = self._parameters()
+        params, groups, grads = with_gradients(everything, self._known_groups)
+        grads = local_gradients(params, grads, self._local_gradient, self._partition.whole)
         roster = self._roster
         formats = [(self._rule(g), g["master_weight_bits"], g["quantize"]) for g in self.param_groups]
         if roster is None or not roster.fits(params, formats, self.state):
-            roster = self._roster = Roster(params, groups, formats, self.state, self._state_of)
+            roster = self._roster = Roster(params, groups, formats, self.state, self._state_of, self._partition)
         weights, copies = roster.weights()
-        for device_type in set(roster.device_types):
-            self._step_on(device_type, roster, weights, grads, scalars)
+        lost: list[tuple[Tensor, Tensor]] = []
+        for device_type in sorted(set(roster.device_types)):
+            lost += self._step_on(device_type, roster, weights, grads, scalars)
         for weight, copy in copies:
             weight.copy_(copy)
         self._clip_factor = None
+        self._partition.exchange(everything, scalars)
+        if lost:
+            self._report_lost(*zip(*lost, strict=True))
 
     def _step_on(
         self,
@@ -201,8 +209,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         weights: list[Tensor],
         grads: list[Tensor],
         scalars: list[GroupScalars],
-    ) -> None:
-        """Hand everything that lives on one kind of device to its backend."""
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Hand everything that lives on one kind of device to its backend; returns what it has counted as lost."""
         params, states, addresses = roster.params, roster.states, roster.addresses
         if len(set(roster.device_types)) > 1:
             on = [i for i, kind in enumerate(roster.device_types) if kind == device_type]
@@ -212,8 +220,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         inputs = StepInputs(self._clip_factor, scale, found_inf, self.check_numerics, addresses)
         lost = self._backend(device_type).step(states, weights, grads, scalars, inputs)
-        if lost is not None:
-            self._report_lost(params, weights, lost)
+        return list(zip(params, lost, strict=True)) if lost is not None else []
 
     def _local_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
         """A contiguous plain gradient; a copy only where it is expanded, transposed or strided."""
@@ -222,19 +229,20 @@ class FlashOptimizer(torch.optim.Optimizer):
                 f"{self._name(p)} has a sparse gradient, which these optimizers do not take. Build the embedding with "
                 "sparse=False, or give this parameter to torch.optim.SparseAdam."
             )
-        check_placements(f"the gradient of {self._name(p)}", grad, group_layout(p.shape))
-        return local(grad).contiguous()
+        if isinstance(grad, DTensor):
+            check_placements(f"the gradient of {self._name(p)}", grad, group_layout(p.shape))
+        return self._partition.gradient(p, grad)
 
     def _backend(self, device_type: str) -> Backend:
         if device_type not in self._backends:
             self._backends[device_type] = make_backend(device_type)
         return self._backends[device_type]
 
-    def _report_lost(self, params: Sequence[Tensor], weights: Sequence[Tensor], lost: Sequence[Tensor]) -> None:
+    def _report_lost(self, params: Sequence[Tensor], lost: Sequence[Tensor]) -> None:
         bad = []
-        for p, weight, count in zip(params, weights, lost, strict=True):
-            if 2 * int(count) > weight.numel():
-                bad.append(f"{self._name(p)}: {int(count)} of {weight.numel()}")
+        for p, (count, numel) in zip(params, self._partition.lost(params, lost), strict=True):
+            if 2 * count > numel:
+                bad.append(f"{self._name(p)}: {count} of {numel}")
         if bad:
             raise NumericsError(
                 "updates are too small for the stored weights and were lost (elements per tensor): "
@@ -289,20 +297,11 @@ class FlashOptimizer(torch.optim.Optimizer):
 
         Returns:
             A new fp32 tensor of p's shape, a DTensor for a DTensor. Where the weights were changed since the last step,
-            their corrections count as 0.
+            their corrections count as 0. After ``shard_states`` the whole tensor, and a collective call.
         """
         group_index = self._group_of(p)
-        weight = local(p).detach().contiguous()
-        out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
         state = self._state_of(p, group_index) if p in self.state else None
-        if state is None or state.correction is None or state.fingerprint is None:
-            out.copy_(weight)
-        else:
-            drop_stale(state.correction, state.fingerprint, weight, state.layout.row)
-            pieces = (t.view(-1).split(JOIN_CHUNK) for t in (out, weight, state.correction))
-            for target, hi, lo in zip(*pieces, strict=True):
-                target.copy_(join(hi, lo))
-        return place_like(p, out, p.shape)
+        return self._partition.gather(p, join_weight(state, self._weight(p)))
 
     def memory_summary(self) -> MemorySummary:
         """Bytes by kind on this rank, counted from the live storages."""
@@ -311,6 +310,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         derived = [s.fingerprint for s in self._states.values() if s.fingerprint is not None]
         for backend in self._backends.values():
             derived.extend(getattr(backend, "workspace", list)())
+        derived.extend(self._partition.workspace())
         return summarize(params, [p.grad for p in params if p.grad is not None], state, derived)
 
     # Saving and loading.
@@ -349,7 +349,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             if loaded_state is None:
                 self.state.pop(p, None)
             else:
-                _copy_state(self, p, loaded_state)
+                copy_state(self, p, loaded_state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -363,28 +363,10 @@ class FlashOptimizer(torch.optim.Optimizer):
         self._drop_stale_corrections()
         state = super().__getstate__()
         plain = defaultdict(dict, {p: dict(kept) for p, kept in self.state.items()})
-        return {**state, "state": plain, "check_numerics": self.check_numerics}
+        return {**state, "state": plain, "check_numerics": self.check_numerics, "_partition": self._partition}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset_caches()
         for index, group in enumerate(self.param_groups):
             self._know(group, index)
-
-
-def _copy_state(opt: FlashOptimizer, p: Tensor, loaded: dict[str, Tensor]) -> None:
-    """Copy checked state tensors into the optimizer's own, one at a time."""
-    kept: dict[str, Tensor] = opt.state.get(p, {})
-    alike = (kept[k].dtype == v.dtype and kept[k].shape == v.shape for k, v in loaded.items())
-    if kept.keys() != loaded.keys() or not all(alike):
-        group = opt.param_groups[opt._group_of(p)]
-        kept = opt.state[p] = allocate(opt._name(p), p, group, opt._rule(group))
-    for key, value in loaded.items():
-        local(kept[key]).copy_(local(value))
-
-
-def _same_state(old: ParamState, new: ParamState) -> bool:
-    """Whether two views show the same tensors in the same role; the older one has the fingerprints."""
-    same = old.rule is new.rule and old.layout == new.layout and old.group == new.group
-    mine, theirs = ((s.step, s.correction, *s.moments, *s.scales) for s in (old, new))
-    return same and len(mine) == len(theirs) and all(map(is_, mine, theirs))

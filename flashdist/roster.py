@@ -11,10 +11,9 @@ from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flashdist.kernels.backend import ParamState
-from flashdist.sharding.local_shard import local
+from flashdist.sharding.partition import Partition
 
 _GRAD = attrgetter("grad")
 _CHANGED = attrgetter("changed")
@@ -53,11 +52,12 @@ class Roster:
         formats: object,
         state: dict[Tensor, Any],
         state_of: StateOf,
+        partition: Partition,
     ) -> None:
         self.params = list(params)
         self.formats = formats
+        self.partition = partition
         self.states = [state_of(p, g) for p, g in zip(params, groups, strict=True)]
-        self.sharded = any(isinstance(p, DTensor) for p in params)
         self.addresses: list[int] = []
         self.device_types: list[str] = []
         self._looked_at: list[int] | None = None
@@ -78,7 +78,7 @@ class Roster:
     def weights(self) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """Local weights in logical order; those copied for it (transposed, channels_last) come with their copies
         too."""
-        weights = [local(p) for p in self.params] if self.sharded else self.params
+        weights = self.partition.parts(self.params)
         self.addresses = list(map(Tensor.data_ptr, weights))
         if self.addresses == self._looked_at:
             return weights, []
@@ -113,9 +113,12 @@ def with_gradients(params: list[Tensor], groups: list[int]) -> tuple[list[Tensor
     return [params[i] for i in there], [groups[i] for i in there], [grads[i] for i in there]
 
 
-def local_gradients(params: Sequence[Tensor], grads: list[Tensor], local_gradient: LocalGradient) -> list[Tensor]:
-    """Local plain gradients in logical order: themselves, but for expanded, strided or sharded ones."""
-    if set(map(type, grads)) <= {Tensor}:
+def local_gradients(
+    params: Sequence[Tensor], grads: list[Tensor], local_gradient: LocalGradient, whole: bool
+) -> list[Tensor]:
+    """Local plain gradients in logical order: themselves where that is ``whole``, unless expanded, strided or
+    sharded."""
+    if whole and set(map(type, grads)) <= {Tensor}:
         try:
             if all(map(Tensor.is_contiguous, grads)):
                 return grads

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flashdist.numerics.groups import group_layout
 from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, encode_moment
-from flashdist.param_state import expected_entries
+from flashdist.param_state import allocate, expected_entries
 from flashdist.sharding.local_shard import local
-from flashdist.sharding.placement import place_like
 
 if TYPE_CHECKING:
     from flashdist.optimizer import FlashOptimizer
@@ -32,7 +31,8 @@ States = dict[Tensor, "dict[str, Tensor] | None"]
 def check_and_convert(opt: FlashOptimizer, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], States]:
     """What load_state_dict is to put in place: per param group its new entries, per parameter its new state.
 
-    A parameter that the state dict has no state for gets None: it starts afresh.
+    The state is of this rank's part, in plain tensors. A parameter that the state dict has no state for gets None: it
+    starts afresh.
 
     Raises:
         ValueError: naming the group or parameter, what was expected, what was found and the remedy.
@@ -84,6 +84,7 @@ def _torch_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]
 
 def _check_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Tensor]:
     expected = expected_entries(p, group, opt._rule(group), group_layout(p.shape))
+    parts = expected_entries(p, group, opt._rule(group), opt._partition.layout(p))
     name = opt._name(p)
     keys = [e.key for e in expected]
     if set(keys) != set(state):
@@ -91,7 +92,8 @@ def _check_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: d
             f"the state of {name} ({p.dtype}) must have the keys {keys}, the state dict has {sorted(state)}: it was "
             "saved by another optimizer, for another weight dtype, or with other master_weight_bits or quantize"
         )
-    for entry in expected:
+    own: dict[str, Tensor] = {}
+    for entry, part in zip(expected, parts, strict=True):
         value = state[entry.key]
         if not isinstance(value, Tensor) or value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
             found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
@@ -99,9 +101,14 @@ def _check_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: d
                 f"state[{entry.key!r}] of {name} must be {entry.dtype} of shape {entry.shape}, the state dict has "
                 f"{found}: it belongs to another model, or something cast it on the way"
             )
-        if local(value).shape != local(place_like(p, local(value), entry.shape)).shape:
-            raise ValueError(f"state[{entry.key!r}] of {name} is sharded differently from the parameter")
-    return {key: state[key] for key in keys}
+        taken = local(value) if entry.key == STEP else opt._partition.take(p, value)
+        if taken is None or tuple(taken.shape) != part.shape:
+            raise ValueError(
+                f"state[{entry.key!r}] of {name} is sharded differently from this optimizer's. Load it with "
+                "torch.distributed.checkpoint, which reshards"
+            )
+        own[entry.key] = taken
+    return own
 
 
 def _encode_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Tensor]:
@@ -117,22 +124,35 @@ def _encode_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: 
                 f"(keys: {sorted(state)}): it is not the state of this optimizer's torch.optim counterpart"
             )
     out: dict[str, Tensor] = {}
-    shard = local(p)
-    layout = group_layout(p.shape).of_shard(shard.shape)
-    for entry in expected_entries(p, group, rule, group_layout(p.shape)):
+    layout, device = opt._partition.layout(p), local(p).device
+    for entry in expected_entries(p, group, rule, layout):
         if entry.key == STEP:
             # torch's SGD does not count: its buffer is there from the first step on.
             step = state.get(STEP, float(bool(moments)))
             out[STEP] = torch.as_tensor(step, dtype=torch.float32).detach().reshape(())
         elif entry.key == ERROR:
-            out[ERROR] = place_like(p, torch.zeros_like(shard, dtype=entry.dtype), entry.shape)
+            out[ERROR] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
         elif entry.key in rule.moments:
             place = rule.moments.index(entry.key)
-            dense = local(state[entry.key]).detach().to(device=shard.device, dtype=torch.float32)
+            taken = opt._partition.take(p, state[entry.key])
+            if taken is None or tuple(taken.shape) != entry.shape:
+                raise ValueError(f"state[{entry.key!r}] of {name} is sharded differently from the parameter")
+            dense = taken.detach().to(device=device, dtype=torch.float32)
             if entry.dtype == torch.float32:
-                out[entry.key] = place_like(p, dense.contiguous(), entry.shape)
+                out[entry.key] = dense.contiguous()
             else:
-                codes, scales = encode_moment(place, dense, layout)
-                out[entry.key] = place_like(p, codes, entry.shape)
-                out[entry.key + SCALE_SUFFIX] = place_like(p, scales, group_layout(p.shape).scale_shape)
+                out[entry.key], out[entry.key + SCALE_SUFFIX] = encode_moment(place, dense, layout)
     return out
+
+
+def copy_state(opt: FlashOptimizer, p: Tensor, loaded: dict[str, Tensor]) -> None:
+    """Copy checked state tensors of this rank's part into the optimizer's own, one at a time."""
+    kept: dict[str, Tensor] = opt.state.get(p, {})
+    alike = (
+        local(kept[k]).dtype == v.dtype and local(kept[k]).shape == v.shape for k, v in loaded.items() if k in kept
+    )
+    if kept.keys() != loaded.keys() or not all(alike):
+        group = opt.param_groups[opt._group_of(p)]
+        kept = opt.state[p] = allocate(opt._name(p), p, group, opt._rule(group), opt._partition)
+    for key, value in loaded.items():
+        local(kept[key]).copy_(value)

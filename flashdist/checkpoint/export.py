@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashdist.numerics.groups import group_layout
 from flashdist.numerics.state_format import SCALE_SUFFIX, STEP, decode_moment
 from flashdist.optimizer import FlashOptimizer
 from flashdist.sharding.local_shard import local
-from flashdist.sharding.placement import place_like
 from flashdist.state_loading import TORCH_HYPERPARAMETERS
 
 
@@ -36,11 +34,11 @@ def torch_state_dict(opt: FlashOptimizer) -> dict[str, Any]:
         {k: v for k, v in group.items() if k in TORCH_HYPERPARAMETERS or k in ("params", "param_names")}
         for group in packed["param_groups"]
     ]
-    return {"state": {i: _dense(by_index[i], s) for i, s in packed["state"].items()}, "param_groups": groups}
+    return {"state": {i: _dense(opt, by_index[i], s) for i, s in packed["state"].items()}, "param_groups": groups}
 
 
-def _dense(p: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    layout = group_layout(p.shape).of_shard(local(p).shape)
+def _dense(opt: FlashOptimizer, p: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    layout = opt._partition.layout(p)
     dense = {STEP: state[STEP].clone()}
     names = [key for key in state if key + SCALE_SUFFIX in state or key in ("exp_avg", "exp_avg_sq", "momentum_buffer")]
     for place, name in enumerate(names):
@@ -48,5 +46,5 @@ def _dense(p: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
             moment = decode_moment(place, local(state[name]), local(state[name + SCALE_SUFFIX]), layout)
         else:
             moment = local(state[name]).clone()
-        dense[name] = place_like(p, moment.contiguous(), p.shape)
+        dense[name] = opt._partition.wrap(p, moment.contiguous(), p.shape)
     return dense

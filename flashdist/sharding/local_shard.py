@@ -1,4 +1,4 @@
-"""From a parameter to the plain tensor that this rank holds of it: the only place that unwraps a DTensor."""
+"""From a tensor to the plain tensor that this rank holds of it: the only place that unwraps a DTensor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from flashdist.numerics.companding import GROUP
 from flashdist.numerics.groups import GroupLayout
+from flashdist.sharding.row_shard import RowShard
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The plain tensor behind a tensor: a DTensor's local shard, anything else unchanged. No communication, no copy."""
+    """The plain tensor behind a tensor: a DTensor's local shard, a RowShard's rows, anything else unchanged. No
+    communication, no copy."""
+    if type(tensor) is Tensor:
+        return tensor
+    if isinstance(tensor, RowShard):
+        return tensor.to_local()
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,0 +1,123 @@
+"""A state tensor of which this rank holds some rows, for replicated parameters (ZeRO-1).
+
+A cut by bytes is no placement that a DTensor could have. What both share is the protocol by which
+torch.distributed.checkpoint knows tensors that are spread over ranks: a checkpoint holds boxes of a global tensor under
+one key, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from flashdist.sharding.row_cut import Rows
+from flashdist.sharding.row_gather import gather_rows
+
+_aten = torch.ops.aten
+# What may be done to a shard as to any tensor: row by row the same as to the whole.
+_ROW_WISE = {
+    _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default, _aten.copy_.default,
+    _aten.zero_.default, _aten.fill_.Scalar, _aten.zeros_like.default, _aten.empty_like.default,
+}  # fmt: skip
+
+
+class RowShard(torch.Tensor):
+    """Has the shape of the whole tensor, and this rank's rows of it in memory.
+
+    Args:
+        local: ``[rows, ...]``, contiguous; empty on ranks without a row.
+        shape: shape of the whole tensor.
+        rows: which rows.
+        group: the ranks that hold the others; None after a pickle.
+    """
+
+    _local: Tensor
+    _rows: Rows
+    _group: dist.ProcessGroup | None
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: Sequence[int], rows: Rows, group: dist.ProcessGroup | None) -> RowShard:
+        shard: RowShard = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+        shard._local, shard._rows, shard._group = local, rows, group
+        return shard
+
+    @property
+    def rows(self) -> Rows:
+        """Which rows of the whole tensor this rank holds, and which the others."""
+        return self._rows
+
+    def to_local(self) -> Tensor:
+        """This rank's rows, ``[rows, ...]``: the tensor itself, no copy."""
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor on every rank. A collective call."""
+        if self._group is None:
+            raise RuntimeError(
+                "a RowShard out of a pickle belongs to no process group: load it into an optimizer first"
+            )
+        return gather_rows(self._local, self.shape, self._rows, self._group)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        rows = self._rows
+        return f"RowShard(rows {rows.start}:{rows.stop} of {rows.count}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _unpickle, (self._local, tuple(self.shape), self._rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowShard:
+        copy = RowShard(self._local.clone(), self.shape, self._rows, self._group)
+        memo[id(self)] = copy
+        return copy
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        shards = [a for a in args if isinstance(a, RowShard)]
+        like = shards[0]
+        plain = any(isinstance(a, Tensor) and not isinstance(a, RowShard) for a in args)
+        if func not in _ROW_WISE or plain or any((s.shape, s._rows) != (like.shape, like._rows) for s in shards):
+            raise NotImplementedError(
+                f"{func} is not defined for a RowShard, of which this rank holds some rows only: use to_local() for "
+                "these rows, or full_tensor() (a collective call) for the whole tensor"
+            )
+        result = func(*(a._local if isinstance(a, RowShard) else a for a in args), **(kwargs or {}))
+        if result is like._local:  # written in place
+            return like
+        return RowShard(result, like.shape, like._rows, like._group)
+
+    # The protocol of torch.distributed.checkpoint (planner_helpers.py).
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        items = []
+        for chunk in self.__create_chunk_list__():
+            properties = TensorProperties.create_from_tensor(self._local)
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self._rows.boxes(self.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        flat, at = self._local.view(-1), 0
+        for offsets, sizes in self._rows.boxes(self.shape):
+            numel = math.prod(sizes)
+            if index.offset is None or tuple(index.offset) == offsets:
+                return flat[at : at + numel].view(sizes)
+            at += numel
+        raise ValueError(f"{self} has no part at {index}")
+
+
+def _unpickle(local: Tensor, shape: tuple[int, ...], rows: Rows) -> RowShard:
+    return RowShard(local, shape, rows, None)
