@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from flashdist.checkpoint.manifest import Manifest, StoredTensor
-from flashdist.checkpoint.reading import read_plain, read_tensors
+from flashdist.checkpoint.manifest import StoredTensor
+from flashdist.checkpoint.reading import Source, read_plain
 from flashdist.numerics.groups import GroupLayout, group_layout
 from flashdist.numerics.rules import Rule
 from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, Entry, decode_moment, encode_moment
@@ -50,30 +49,32 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
 
     @torch.no_grad()
-    def run(self, folder: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
+    def run(self, source: Source, state: Mapping[str, Tensor]) -> None:
         """Read, convert and write into the parameter and its live state tensors."""
         if STEP in self.keys:
-            step = read_plain(folder, manifest, [self.keys[STEP]])[self.keys[STEP]]
+            step = read_plain(source, [self.keys[STEP]])[self.keys[STEP]]
             state[STEP].copy_(step.reshape(()))
         else:
             state[STEP].fill_(float(bool(self.rule.moments)))
         if self.weight_source is not None:
-            self._convert_weight(folder, manifest, state.get(ERROR))
+            self._convert_weight(source, state.get(ERROR))
+        elif ERROR in state and ERROR in self.keys:
+            source.read({self.keys[ERROR]: state[ERROR]})
         elif ERROR in state:
-            read_tensors(folder, manifest, {self.keys[ERROR]: state[ERROR]})
+            state[ERROR].zero_()
         for place, moment in enumerate(self.rule.moments):
-            self._convert_moment(folder, manifest, place, moment, state)
+            self._convert_moment(source, place, moment, state)
 
-    def _convert_weight(self, folder: Path, manifest: Manifest, error: Tensor | None) -> None:
+    def _convert_weight(self, source: Source, error: Tensor | None) -> None:
         assert self.weight_source is not None
         p, stored_error = self.parameter, self.keys.get(ERROR)
-        weight = _like(p, manifest.tensors[self.weight_source].dtype)
+        weight = _like(p, source.tensors[self.weight_source].dtype)
         sources = {self.weight_source: weight}
         lo = None
         if stored_error is not None:
-            lo = _like(p, manifest.tensors[stored_error].dtype)
+            lo = _like(p, source.tensors[stored_error].dtype)
             sources[stored_error] = lo
-        read_tensors(folder, manifest, sources)
+        source.read(sources)
         new_lo = None if error is None else _like(p, error.dtype)
         parts = [t if t is None else local(t).view(-1) for t in (weight, lo, new_lo)]
         target = local(p).detach()
@@ -90,41 +91,36 @@ class Conversion:
         if error is not None and new_lo is not None:
             _assign(error, new_lo)
 
-    def _convert_moment(
-        self, folder: Path, manifest: Manifest, place: int, moment: str, state: Mapping[str, Tensor]
-    ) -> None:
+    def _convert_moment(self, source: Source, place: int, moment: str, state: Mapping[str, Tensor]) -> None:
         target, scale_key = state[moment], moment + SCALE_SUFFIX
-        stored = manifest.tensors[self.keys[moment]]
+        stored = source.tensors[self.keys[moment]]
         if stored.dtype == target.dtype:
             names = {self.keys[moment]: target}
             if scale_key in state:
                 names[self.keys[scale_key]] = state[scale_key]
-            read_tensors(folder, manifest, names)
+            source.read(names)
             return
-        source = torch.empty_like(target, dtype=stored.dtype)
-        layout = _rows_of(self.parameter, local(source))
+        kept = torch.empty_like(target, dtype=stored.dtype)
+        layout = _rows_of(self.parameter, local(kept))
         if scale_key in state:
-            read_tensors(folder, manifest, {self.keys[moment]: source})
-            codes, scales = encode_moment(place, local(source).to(torch.float32).view(layout.shape), layout)
+            source.read({self.keys[moment]: kept})
+            codes, scales = encode_moment(place, local(kept).to(torch.float32).view(layout.shape), layout)
             local(target).copy_(codes.view(local(target).shape))
             local(state[scale_key]).copy_(scales.view(local(state[scale_key]).shape))
         elif scale_key in self.keys:
             p = self.parameter
             whole = group_layout(p.shape)
             scales = torch.empty(
-                layout.scale_shape, dtype=manifest.tensors[self.keys[scale_key]].dtype, device=source.device
+                layout.scale_shape, dtype=source.tensors[self.keys[scale_key]].dtype, device=kept.device
             )
-            shaped = scales.view(whole.of_shard(local(source).shape).scale_shape)
-            read_tensors(
-                folder,
-                manifest,
-                {self.keys[moment]: source, self.keys[scale_key]: place_like(p, shaped, whole.scale_shape)},
-            )
-            dense = decode_moment(place, local(source).view(layout.shape), scales, layout)
+            shaped = scales.view(whole.of_shard(local(kept).shape).scale_shape)
+            placed = place_like(p, shaped, whole.scale_shape)
+            source.read({self.keys[moment]: kept, self.keys[scale_key]: placed})
+            dense = decode_moment(place, local(kept).view(layout.shape), scales, layout)
             local(target).copy_(dense.view(local(target).shape))
         else:
-            read_tensors(folder, manifest, {self.keys[moment]: source})
-            local(target).copy_(local(source))
+            source.read({self.keys[moment]: kept})
+            local(target).copy_(local(kept))
 
 
 def plan_conversion(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from flashdist.checkpoint.conversion import Conversion, plan_conversion
 from flashdist.checkpoint.jsonable import from_json, tensor_names
 from flashdist.checkpoint.manifest import Manifest, StoredTensor
 from flashdist.checkpoint.names import ModelTensors
-from flashdist.checkpoint.reading import read_plain, read_tensors
+from flashdist.checkpoint.reading import Reader, Source, read_plain
 from flashdist.numerics.groups import group_layout
 from flashdist.optimizer import FlashOptimizer
 from flashdist.param_state import expected_entries
@@ -190,22 +189,22 @@ def _match_states(
         )
 
 
-def execute(plan: LoadPlan, folder: Path, manifest: Manifest, opt: torch.optim.Optimizer | None) -> None:
+def execute(plan: LoadPlan, source: Source, opt: torch.optim.Optimizer | None) -> None:
     """Carry a plan out: read in place, convert what is stored otherwise, and set the param groups."""
     targets = dict(plan.direct)
     if opt is not None:
         for group, settings in zip(opt.param_groups, plan.groups, strict=False):
             _set_group(group, settings)
         for p, keys in plan.states.items():
-            _make_room(opt, p, keys, manifest)
+            _make_room(opt, p, keys, source)
             targets.update({full_name: opt.state[p][key] for key, full_name in keys.items()})
         for p in plan.fresh:
             opt.state.pop(p, None)
-    read_tensors(folder, manifest, targets)
+    source.read(targets)
     if isinstance(opt, FlashOptimizer):
         for conversion in plan.conversions:
-            _make_room(opt, conversion.parameter, {}, manifest)
-            conversion.run(folder, manifest, opt.state[conversion.parameter])
+            _make_room(opt, conversion.parameter, {}, source)
+            conversion.run(source, opt.state[conversion.parameter])
         for note in sorted({note for c in plan.conversions for note in c.notes}):
             examples = [c.name for c in plan.conversions if note in c.notes]
             logger.warning("%s: %d tensors (%s)", note, len(examples), _some(examples, 3))
@@ -220,13 +219,13 @@ def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _make_room(opt: torch.optim.Optimizer, p: Tensor, keys: dict[str, str], manifest: Manifest) -> None:
+def _make_room(opt: torch.optim.Optimizer, p: Tensor, keys: dict[str, str], source: Source) -> None:
     """State tensors for a parameter, where it has none of the right kind."""
     if isinstance(opt, FlashOptimizer):
         opt._state_of(p, opt._group_of(p))
         return
     for key, full_name in keys.items():
-        stored = manifest.tensors[full_name]
+        stored = source.tensors[full_name]
         if stored.shape == tuple(p.shape) and p.dim() > 0:
             opt.state[p][key] = torch.zeros_like(p, dtype=stored.dtype)
         else:
@@ -236,16 +235,16 @@ def _make_room(opt: torch.optim.Optimizer, p: Tensor, keys: dict[str, str], mani
             opt.state[p][key] = torch.zeros(stored.shape, dtype=stored.dtype, device=p.device if on_device else "cpu")
 
 
-def load_values(folder: Path, manifest: Manifest, key: str) -> Any:
+def load_values(reader: Reader, key: str) -> Any:
     """``scheduler`` or ``extra`` as it was saved."""
-    value = manifest.values.get(key)
+    value = reader.manifest.values.get(key)
     names = tensor_names(value)
-    tensors = read_plain(folder, manifest, [VALUES + name for name in names])
+    tensors = read_plain(reader, [VALUES + name for name in names])
     return from_json(value, {name: tensors[VALUES + name] for name in names})
 
 
-def rng_states(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+def rng_states(reader: Reader, rank: int) -> dict[str, Tensor]:
     """States of the generators of a rank, empty where the checkpoint has none for it."""
     prefix = f"{RNG}{rank}."
-    found = read_plain(folder, manifest, [name for name in manifest.tensors if name.startswith(prefix)])
+    found = read_plain(reader, [name for name in reader.tensors if name.startswith(prefix)])
     return {name.removeprefix(prefix): state for name, state in found.items()}

@@ -111,7 +111,10 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if _canonical(body) != data:
         raise CheckpointError(f"{path} is damaged: its checksum does not fit")
-    return _parse(body)
+    try:
+        return _parse(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged or forged: {error!r}") from error
 
 
 def _canonical(body: dict[str, Any]) -> bytes:
@@ -138,4 +141,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         )
         for name, t in body["tensors"].items()
     }
+    unlisted = {piece.file for stored in tensors.values() for piece in stored.pieces} - files.keys()
+    if unlisted:
+        raise CheckpointError(f"the manifest has tensors in files without a checksum: {sorted(unlisted)}")
     return Manifest(**{**body, "files": files, "tensors": tensors})

@@ -5,9 +5,9 @@ Which part of which stored piece belongs to which part of a target is torch.dist
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,45 +51,64 @@ def open_checkpoint(folder: Path) -> Manifest:
     return manifest
 
 
-@torch.no_grad()
-def read_tensors(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
-    """Overwrite tensors with what is stored under their names.
+class Source(Protocol):
+    """Stored tensors that can be read into live ones."""
 
-    Args:
+    tensors: Mapping[str, StoredTensor]
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Overwrite tensors with what is stored under their names.
+
+        Args:
+            targets: name to a plain tensor, a DTensor or anything with torch's ``_Checkpointable`` protocol, of the
+                stored dtype and global shape. Ranks need not have the same names: there is no communication.
+        """
+        ...
+
+
+class Reader:
+    """The tensors of a checkpoint.
+
+    Attributes:
         folder: the checkpoint's.
         manifest: its manifest.
-        targets: name to a plain tensor, a DTensor or anything with torch's ``_Checkpointable`` protocol, of the stored
-            dtype and global shape. Ranks need not have the same names: there is no communication.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(targets), metadata_of(manifest, targets), is_coordinator=False)
-    by_file: dict[str, list[tuple[StoredPiece, ReadItem]]] = {}
-    pieces = {(name, p.offsets): p for name in targets for p in manifest.tensors[name].pieces}
-    for item in planner.create_local_plan().items:
-        index = item.storage_index
-        assert index.offset is not None
-        piece = pieces[index.fqn, tuple(index.offset)]
-        by_file.setdefault(piece.file, []).append((piece, item))
-    for file_name, reads in by_file.items():
-        with open(folder / file_name, "rb", buffering=0) as file:
-            for piece, item in sorted(reads, key=lambda read: read[0].start):
-                target = planner.resolve_tensor(item).detach()
-                read_box(file, piece.start, piece.sizes, tuple(item.storage_offsets), target)
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.tensors: Mapping[str, StoredTensor] = manifest.tensors
+
+    @torch.no_grad()
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """See :class:`Source`."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(targets), metadata_of(self.tensors, targets), is_coordinator=False)
+        by_file: dict[str, list[tuple[StoredPiece, ReadItem]]] = {}
+        pieces = {(name, p.offsets): p for name in targets for p in self.tensors[name].pieces}
+        for item in planner.create_local_plan().items:
+            index = item.storage_index
+            assert index.offset is not None
+            piece = pieces[index.fqn, tuple(index.offset)]
+            by_file.setdefault(piece.file, []).append((piece, item))
+        for file_name, reads in by_file.items():
+            with open(self.folder / file_name, "rb", buffering=0) as file:
+                for piece, item in sorted(reads, key=lambda read: read[0].start):
+                    target = planner.resolve_tensor(item).detach()
+                    read_box(file, piece.start, piece.sizes, tuple(item.storage_offsets), target)
 
 
-def metadata_of(manifest: Manifest, names: Mapping[str, Any] | None = None) -> Metadata:
-    """The manifest's tensors as torch.distributed.checkpoint describes them."""
-    chosen = manifest.tensors if names is None else {name: manifest.tensors[name] for name in names}
-    return Metadata({name: _metadata_of(stored) for name, stored in chosen.items()})
+def read_plain(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
+    """Whole tensors on the CPU."""
+    found = {name: torch.empty(source.tensors[name].shape, dtype=source.tensors[name].dtype) for name in names}
+    source.read(found)
+    return found
+
+
+def metadata_of(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> Metadata:
+    """Stored tensors as torch.distributed.checkpoint describes them."""
+    return Metadata({name: _metadata_of(tensors[name]) for name in names})
 
 
 def _metadata_of(stored: StoredTensor) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in stored.pieces]
     return TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
-
-
-def read_plain(folder: Path, manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
-    """Whole tensors on the CPU."""
-    found = {name: torch.empty(manifest.tensors[name].shape, dtype=manifest.tensors[name].dtype) for name in names}
-    read_tensors(folder, manifest, found)
-    return found

@@ -14,7 +14,7 @@ from flashdist.checkpoint.folder import find
 from flashdist.checkpoint.loading import execute, load_values, plan_load, rng_states
 from flashdist.checkpoint.manifest import Manifest, read_manifest
 from flashdist.checkpoint.ranks import Ranks
-from flashdist.checkpoint.reading import check_files, open_checkpoint
+from flashdist.checkpoint.reading import Reader, check_files, open_checkpoint
 from flashdist.checkpoint.rng import set_rng
 from flashdist.checkpoint.saving import AsyncSave, plan_save
 
@@ -121,17 +121,18 @@ def load(path: PathLike, model: nn.Module, opt: torch.optim.Optimizer | None, *,
         check_files(folder, manifest, ranks.rank, ranks.size)
     with ranks.together():
         plan = plan_load(manifest, model, opt)
-        scheduler_state = load_values(folder, manifest, "scheduler")
-        extra = load_values(folder, manifest, "extra")
+        reader = Reader(folder, manifest)
+        scheduler_state = load_values(reader, "scheduler")
+        extra = load_values(reader, "extra")
         if scheduler is not None and scheduler_state is None:
             raise ValueError(
                 "the checkpoint holds no scheduler's state: it was saved without one. Load without `scheduler`"
             )
     with ranks.together():
-        execute(plan, folder, manifest, opt)
+        execute(plan, reader, opt)
         if scheduler is not None:
             scheduler.load_state_dict(scheduler_state)
-        generators = rng_states(folder, manifest, ranks.rank)
+        generators = rng_states(reader, ranks.rank)
         if not generators:
             logger.warning(
                 "the checkpoint has no random state for rank %d: its generators stay as they are", ranks.rank

@@ -62,10 +62,14 @@ def nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(sizes) * dtype.itemsize
 
 
+def in_file_order(pieces: Sequence[Piece]) -> list[Piece]:
+    """Wide elements first: every piece then lies at a multiple of its element's size."""
+    return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
+
+
 def shard_header(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece], list[int]]:
     """Header, the pieces in their order in the file, and the byte each begins at."""
-    # Wide elements first: every piece then lies at a multiple of its element's size.
-    ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())
+    ordered = in_file_order(pieces)
     entries: dict[str, object] = {}
     begins, position = [], 0
     for piece in ordered:
@@ -93,23 +97,60 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> tuple[dict[str, int], Fi
     Returns:
         Where each piece's key begins in the file, in bytes, and the file's size and checksum.
     """
-    header, ordered, begins = shard_header(pieces)
-    digest, size = hashlib.sha256(), 0
-    with open(path, "xb", buffering=0) as file:
-        for view in _file_parts(header, ordered):
-            digest.update(view)
-            size += _write_all(file, view)
-        os.fsync(file.fileno())
-    starts = {piece.key: begin for piece, begin in zip(ordered, begins, strict=True)}
-    return starts, FileRecord(size, digest.hexdigest())
+    file = StreamedFile(path, pieces)
+    try:
+        for piece in in_file_order(pieces):
+            file.write(piece.tensor.detach())
+        return file.starts, file.close()
+    except BaseException:
+        file.abandon()
+        raise
 
 
-def _file_parts(header: bytes, pieces: Sequence[Piece]) -> Iterator[memoryview]:
-    yield memoryview(header)
-    for piece in pieces:
-        for block in _blocks(piece.tensor.detach()):
+class StreamedFile:
+    """A safetensors file that is written tensor by tensor.
+
+    Args:
+        path: must not exist.
+        pieces: what it is to hold; of their tensors only shapes and dtypes are looked at.
+
+    Attributes:
+        starts: where each piece's key begins in the file, in bytes.
+    """
+
+    def __init__(self, path: Path, pieces: Sequence[Piece]) -> None:
+        header, ordered, begins = shard_header(pieces)
+        self.starts = {piece.key: begin for piece, begin in zip(ordered, begins, strict=True)}
+        self._digest, self._size = hashlib.sha256(), 0
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
+        try:
+            self._put(memoryview(header))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the next piece's tensor, in the order of :func:`in_file_order`; from a device a block at a time."""
+        for block in _blocks(tensor):
             host = block.cpu()
-            yield _bytes_of(host)
+            self._put(_bytes_of(host))
+
+    def _put(self, view: memoryview) -> None:
+        self._digest.update(view)
+        written = 0
+        while written < len(view):
+            written += self._file.write(view[written:])
+        self._size += written
+
+    def close(self) -> FileRecord:
+        """Have the file on the disk; its size and checksum."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(self._size, self._digest.hexdigest())
+
+    def abandon(self) -> None:
+        """Close an unfinished file."""
+        self._file.close()
 
 
 def _blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -134,13 +175,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if size == 0:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
-
-
-def _write_all(file: BinaryIO, view: memoryview) -> int:
-    written = 0
-    while written < len(view):
-        written += file.write(view[written:])
-    return written
 
 
 def file_record(path: Path) -> FileRecord:
