@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from operator import is_
 from typing import Any
 
@@ -17,7 +18,7 @@ from flashdist.numerics.fingerprint import drop_stale
 from flashdist.numerics.groups import group_layout
 from flashdist.numerics.rules import GroupScalars, Rule
 from flashdist.param_state import allocate, check_parameter, join_weight, same_state, view
-from flashdist.roster import Roster, local_gradients, with_gradients
+from flashdist.roster import Release, Roster, local_gradients, with_gradients
 from flashdist.sharding.global_norm import global_norm
 from flashdist.sharding.local_shard import check_placements, is_meta
 from flashdist.sharding.partition import AsPlaced, Partition
@@ -48,7 +49,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         """What is derived from state and param_groups; never saved."""
         self._backends: dict[str, Backend] = {}
         self._states: dict[Tensor, ParamState] = {}
-        self._roster: Roster | None = None
+        self._rosters: dict[Hashable, Roster] = {}
+        self._release: Release | None = None
         self._known: list[Tensor] = []
         self._known_groups: list[int] = []
         self._clip_factor: Tensor | None = None
@@ -177,30 +179,48 @@ class FlashOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step()
+            if self._release is None:
+                self._step()
+            else:
+                self._release.end_of_step()
         return loss
 
     def _step(self) -> None:
+        everything = self._parameters()
+        params, groups, grads = with_gradients(everything, self._known_groups)
+        lost = self._step_set(None, params, groups, grads, self._clip_factor)
+        self._clip_factor = None
+        self._partition.exchange(everything, [self._scalars(group) for group in self.param_groups])
+        self._report_lost(lost)
+
+    def _step_set(
+        self,
+        subset: Hashable,
+        params: list[Tensor],
+        groups: list[int],
+        grads: list[Tensor],
+        clip_factor: Tensor | None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Step these and return what was counted as lost. ``subset`` names a set that recurs: its tables are kept."""
         for group in self.param_groups:
             self._check_group(group)
         scalars = [self._scalars(group) for group in self.param_groups]
-        everything = self._parameters()
-        params, groups, grads = with_gradients(everything, self._known_groups)
         grads = local_gradients(params, grads, self._local_gradient, self._partition.whole)
-        roster = self._roster
+        roster = self._rosters.get(subset)
         formats = [(self._rule(g), g["master_weight_bits"], g["quantize"]) for g in self.param_groups]
         if roster is None or not roster.fits(params, formats, self.state):
-            roster = self._roster = Roster(params, groups, formats, self.state, self._state_of, self._partition)
+            roster = Roster(params, groups, formats, self.state, self._state_of, self._partition)
+            self._rosters[subset] = roster
         weights, copies = roster.weights()
+        # GradScaler sets these two for the time of a step.
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        inputs = StepInputs(clip_factor, scale, found_inf, self.check_numerics, subset=subset)
         lost: list[tuple[Tensor, Tensor]] = []
         for device_type in sorted(set(roster.device_types)):
-            lost += self._step_on(device_type, roster, weights, grads, scalars)
+            lost += self._step_on(device_type, roster, weights, grads, scalars, inputs)
         for weight, copy in copies:
             weight.copy_(copy)
-        self._clip_factor = None
-        self._partition.exchange(everything, scalars)
-        if lost:
-            self._report_lost(*zip(*lost, strict=True))
+        return lost
 
     def _step_on(
         self,
@@ -209,6 +229,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         weights: list[Tensor],
         grads: list[Tensor],
         scalars: list[GroupScalars],
+        inputs: StepInputs,
     ) -> list[tuple[Tensor, Tensor]]:
         """Hand everything that lives on one kind of device to its backend; returns what it has counted as lost."""
         params, states, addresses = roster.params, roster.states, roster.addresses
@@ -216,9 +237,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             on = [i for i, kind in enumerate(roster.device_types) if kind == device_type]
             params, states, addresses = [params[i] for i in on], [states[i] for i in on], [addresses[i] for i in on]
             weights, grads = [weights[i] for i in on], [grads[i] for i in on]
-        # GradScaler sets these two for the time of a step.
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        inputs = StepInputs(self._clip_factor, scale, found_inf, self.check_numerics, addresses)
+        inputs = replace(inputs, weight_addresses=addresses)
         lost = self._backend(device_type).step(states, weights, grads, scalars, inputs)
         return list(zip(params, lost, strict=True)) if lost is not None else []
 
@@ -238,9 +257,12 @@ class FlashOptimizer(torch.optim.Optimizer):
             self._backends[device_type] = make_backend(device_type)
         return self._backends[device_type]
 
-    def _report_lost(self, params: Sequence[Tensor], lost: Sequence[Tensor]) -> None:
+    def _report_lost(self, lost: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if not lost:
+            return
+        params, counts = zip(*lost, strict=True)
         bad = []
-        for p, (count, numel) in zip(params, self._partition.lost(params, lost), strict=True):
+        for p, (count, numel) in zip(params, self._partition.lost(params, counts), strict=True):
             if 2 * count > numel:
                 bad.append(f"{self._name(p)}: {count} of {numel}")
         if bad:
@@ -255,6 +277,8 @@ class FlashOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and drop a clip factor that no step has used."""
         self._clip_factor = None
+        if self._release is not None:
+            self._release.drop()
         super().zero_grad(set_to_none)
 
     @torch.compiler.disable
@@ -276,6 +300,8 @@ class FlashOptimizer(torch.optim.Optimizer):
 
         Source: Pascanu et al., arXiv 1211.5063, algorithm 1.
         """
+        if self._release is not None:
+            self._release.refuse_clipping()
         if isinstance(max_norm, str) or not max_norm >= 0:
             raise ValueError(f"max_norm must be a number >= 0, got {max_norm}")
         grads = [p.grad for p in self._parameters() if p.grad is not None]
@@ -356,7 +382,7 @@ class FlashOptimizer(torch.optim.Optimizer):
     def _forget_views(self) -> None:
         """After state was loaded: formats may be others, corrections are trusted until the first step."""
         self._states.clear()
-        self._roster = None
+        self._rosters.clear()
         self._clip_factor = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,22 +16,23 @@ from flashdist.kernels.backend import ParamState
 from flashdist.sharding.partition import Partition
 
 _GRAD = attrgetter("grad")
-_CHANGED = attrgetter("changed")
+_VERSION = attrgetter("version")
 
 StateOf = Callable[[Tensor, int], ParamState]
 LocalGradient = Callable[[Tensor, Tensor], Tensor]
 
 
 class WatchedState(dict[str, Tensor]):
-    """``opt.state[p]``: a dict that notes when an entry is set or removed, so that no step need compare them all."""
+    """``opt.state[p]``: a dict that counts how often an entry is set or removed, so that no step need compare them
+    all."""
 
-    changed = False
+    version = 0
 
     def _noting(name: str) -> Any:  # type: ignore[misc]
         method = getattr(dict, name)
 
         def noting(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
-            self.changed = True
+            self.version += 1
             return method(self, *args, **kwargs)
 
         return noting
@@ -65,15 +66,15 @@ class Roster:
         for p in params:
             if not isinstance(state[p], WatchedState):
                 state[p] = WatchedState(state[p])
-            state[p].changed = False
             self._kept.append(state[p])
+        self._versions = list(map(_VERSION, self._kept))
 
     def fits(self, params: Sequence[Tensor], formats: object, state: dict[Tensor, Any]) -> bool:
         """Whether these are the parameters, kept in these formats, and every state tensor is still the one viewed."""
         if formats != self.formats or len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
         kept = list(state.values()) if len(state) == len(params) else [state.get(p) for p in params]
-        return all(map(is_, kept, self._kept)) and not any(map(_CHANGED, self._kept))
+        return all(map(is_, kept, self._kept)) and list(map(_VERSION, self._kept)) == self._versions
 
     def weights(self) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """Local weights in logical order; those copied for it (transposed, channels_last) come with their copies
@@ -102,6 +103,19 @@ class Roster:
                     "now. Reshape, cast or move the model before the optimizer's first step."
                 )
         self.device_types = [w.device.type for w in weights]
+
+
+class Release(Protocol):
+    """Who steps the parameters during backward (sharding/gradient_release.py), and what calls mean to it."""
+
+    def end_of_step(self) -> None:
+        """step() was called."""
+
+    def drop(self) -> None:
+        """zero_grad() was called."""
+
+    def refuse_clipping(self) -> None:
+        """clip_grad_norm_() was called."""
 
 
 def with_gradients(params: list[Tensor], groups: list[int]) -> tuple[list[Tensor], list[int], list[Tensor]]:

@@ -6,7 +6,7 @@ only: sharding has been resolved before, and everything is written in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,7 @@ class StepInputs:
         found_inf: where it is not 0, nothing changes (GradScaler).
         count_lost: count the elements whose update is lost in rounding.
         weight_addresses: ``data_ptr()`` of every weight, in order.
+        subset: which of several recurring sets of parameters this is: what is kept from step to step is kept by it.
     """
 
     clip_factor: Tensor | None = None
@@ -66,6 +67,7 @@ class StepInputs:
     found_inf: Tensor | None = None
     count_lost: bool = False
     weight_addresses: list[int] | None = None
+    subset: Hashable = None
 
 
 class Backend(Protocol):

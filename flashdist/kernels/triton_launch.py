@@ -1,15 +1,15 @@
 """The Triton backend: what is launched, over which tables, and when the tables are rebuilt.
 
-One optimizer owns one :class:`TritonBackend`. For each device it keeps a :class:`Plan` of the tensors it steps
-together: buckets, the map from tiles to tensors, and the device tables of ``kernels/tiles.py``. A plan is rebuilt
-when the tensors change; when only addresses change (gradients do after zero_grad), the table alone is filled and
-uploaded again.
+One optimizer owns one :class:`TritonBackend`. For each device and each set of tensors that it steps together (one set, but
+with gradient release) it keeps a :class:`Plan`: buckets, the map from tiles to tensors, and the device tables of
+``kernels/tiles.py``. A plan is rebuilt when the tensors change; when only addresses change (gradients do after
+zero_grad), the table alone is filled and uploaded again.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
@@ -77,7 +77,7 @@ class TritonBackend:
     """See :class:`flashdist.kernels.backend.Backend`. Never synchronises with the host."""
 
     def __init__(self) -> None:
-        self._plans: dict[torch.device, Plan] = {}
+        self._plans: dict[tuple[torch.device, Hashable], Plan] = {}
         self._last: Sequence[ParamState] | None = None
         self._devices: dict[torch.device, list[int]] = {}
         # What a captured CUDA graph reads must live, unchanged, as long as the graph may be replayed.
@@ -120,9 +120,10 @@ class TritonBackend:
         addresses: Addresses,
     ) -> list[Tensor] | None:
         with _on(device):
-            plan = self._plans.get(device)
+            key = device, inputs.subset
+            plan = self._plans.get(key)
             if plan is None or not plan.fits(states, groups, grads, addresses):
-                plan = self._plans[device] = Plan(device, states, weights, grads, groups, addresses)
+                plan = self._plans[key] = Plan(device, states, weights, grads, groups, addresses)
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 plan = plan.copy_for_capture()
                 self._captured.append(plan)
