@@ -3,6 +3,7 @@
 from flashdist.algorithms import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashdist.optimizer import FlashOptimizer, NumericsError
 from flashdist.precision import cast_model
+from flashdist.sharding.gradient_release import enable_gradient_release
 from flashdist.version import __version__
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "NumericsError",
     "__version__",
     "cast_model",
+    "enable_gradient_release",
 ]

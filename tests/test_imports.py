@@ -26,7 +26,11 @@ LAYERS: list[set[str]] = [
     {"flashdist.state_loading"},
     {"flashdist.optimizer"},
     {"flashdist.algorithms"},
-    {"flashdist.sharding.gradient_release", "flashdist.sharding.replicated"},
+    {
+        "flashdist.sharding.gradient_release",
+        "flashdist.sharding.release_checks",
+        "flashdist.sharding.replicated",
+    },
     {"flashdist.checkpoint"},
     {"flashdist.integrations"},
     {"flashdist"},  # the public names

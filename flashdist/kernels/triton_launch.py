@@ -1,7 +1,7 @@
 """The Triton backend: what is launched, over which tables, and when the tables are rebuilt.
 
-One optimizer owns one :class:`TritonBackend`. For each device and each set of tensors that it steps together (one set, but
-with gradient release) it keeps a :class:`Plan`: buckets, the map from tiles to tensors, and the device tables of
+One optimizer owns one :class:`TritonBackend`. For each device and each set of tensors that it steps together (one,
+but with gradient release) it keeps a :class:`Plan`: buckets, the map from tiles to tensors, and the device tables of
 ``kernels/tiles.py``. A plan is rebuilt when the tensors change; when only addresses change (gradients do after
 zero_grad), the table alone is filled and uploaded again.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from flashdist.sharding.local_shard import local, sharded_mesh_dims
 
 SquareSum = Callable[[Sequence[Tensor]], Tensor]
+# Gradients that are summed together before any communication: plain or not, mesh, its sharded dimensions, device.
+NormKind = tuple[bool, object, tuple[int, ...], torch.device]
 
 
 def global_norm(grads: Sequence[Tensor], norm_type: float, square_sum_on: Callable[[str], SquareSum]) -> Tensor:
@@ -32,12 +35,10 @@ def global_norm(grads: Sequence[Tensor], norm_type: float, square_sum_on: Callab
     if not grads:
         return torch.zeros(())
     total: Tensor | None = None
-    for (_, _, dims, device), members in _alike(grads).items():
+    for kind, members in _alike(grads).items():
         shards = [local(g).detach() for g in members]
-        part = _local_power_sum(shards, order, square_sum_on(device.type))
-        for dim in dims:
-            op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
-            dist.all_reduce(part, op, group=members[0].device_mesh.get_group(dim))  # type: ignore[attr-defined]
+        part = _local_power_sum(shards, order, square_sum_on(kind[3].type))
+        sum_over_ranks(part, members[0], kind, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM)
         if total is None:
             total = part
         else:
@@ -49,15 +50,24 @@ def global_norm(grads: Sequence[Tensor], norm_type: float, square_sum_on: Callab
     return total.sqrt() if order == 2.0 else total.pow(1.0 / order)
 
 
-def _alike(grads: Sequence[Tensor]) -> dict[tuple[object, object, tuple[int, ...], torch.device], list[Tensor]]:
-    """Gradients that are summed together before any communication: same device, same mesh, same sharded dimensions."""
-    groups: dict[tuple[object, object, tuple[int, ...], torch.device], list[Tensor]] = {}
+def kind_of(tensor: Tensor) -> NormKind:
+    """Tensors of one kind are summed together before any communication."""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return type(tensor) is Tensor, mesh, sharded_mesh_dims(tensor), local(tensor).device
+
+
+def sum_over_ranks(part: Tensor, example: Tensor, kind: NormKind, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce a 0-d sum, in place, over the ranks that hold different parts of tensors of this kind."""
+    for dim in kind[2]:
+        dist.all_reduce(part, op, group=example.device_mesh.get_group(dim))  # type: ignore[attr-defined]
+
+
+def _alike(grads: Sequence[Tensor]) -> dict[NormKind, list[Tensor]]:
+    groups: dict[NormKind, list[Tensor]] = {}
     for g in grads:
         if g.layout is not torch.strided:
             raise RuntimeError("clip_grad_norm_ does not take sparse gradients; build embeddings with sparse=False")
-        mesh = g.device_mesh if isinstance(g, DTensor) else None
-        key = (type(g) is Tensor, mesh, sharded_mesh_dims(g), local(g).device)
-        groups.setdefault(key, []).append(g)
+        groups.setdefault(kind_of(g), []).append(g)
     return groups
 
 
