@@ -31,8 +31,8 @@ def check_arguments(opt: object, clip: str | None, max_norm: float | None, batch
         raise ValueError(f"batch_elements must be at least 1, got {batch_elements!r}")
     if not isinstance(opt._partition, AsPlaced):
         raise ValueError(
-            "gradient release cannot be used with shard_states: replicated parameters are stepped by another rank each, "
-            "after their gradients are reduced. Shard the model with fully_shard (FSDP2) instead."
+            "gradient release cannot be used with shard_states, where each rank steps a part of the replicated "
+            "parameters after their gradients have been reduced. Shard the model with fully_shard (FSDP2) instead."
         )
     if opt._release is not None:
         raise RuntimeError("gradient release is enabled for this optimizer already; remove() the other handle first")

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flashdist import FlashAdamW, enable_gradient_release
+from flashdist.sharding.replicated import shard_states
 from tests.support.backends import bits
 from tests.support.ranks import run_ranks
 
@@ -125,8 +126,12 @@ def test_fsdp2_clips_by_the_previous_norm_over_all_ranks():
     assert norm_0 == norm_1
 
 
-def wrapped_by_ddp(rank, world_size):
+def replicated(rank, world_size):
     model, opt = build(sharded=False)
+    shard_states(opt)
+    with pytest.raises(ValueError, match="shard_states"):
+        enable_gradient_release(model, opt)
+    opt = FlashAdamW(model.parameters())
     wrapped = DistributedDataParallel(model)
     with pytest.raises(ValueError, match="fully_shard"):
         enable_gradient_release(wrapped, opt)
@@ -136,8 +141,8 @@ def wrapped_by_ddp(rank, world_size):
         opt.step()
 
 
-def test_ddp_is_refused():
-    run_ranks(wrapped_by_ddp, 2)
+def test_ddp_and_shard_states_are_refused():
+    run_ranks(replicated, 2)
 
 
 def unreduced(rank, world_size):
