@@ -25,7 +25,7 @@ from flashdist.sharding.placement import place_like
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Elements that are converted at a time.
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19
 
 
 @dataclass
