@@ -142,4 +142,4 @@ def test_case_15_memory_stays_at_about_one_tensor_above_steady_state(tmp_path):
     # A conversion has the weight and correction read, and their fp32 join, of one tensor at a time.
     assert convert <= 6 * tensor + blocks, f"converting load: {convert} MiB"
     assert stage <= shard + tensor + blocks, f"async_save: {stage} MiB"
-    assert stage >= 0.9 * shard
+    assert stage >= 0.5 * shard, "not a copy of the shard"
