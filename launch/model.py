@@ -218,6 +218,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = norm(config)
         self.head = None if config.tied_head else Linear(config.width, config.vocab_size, config.matmul_dtype)
+        self._finish = finish
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -249,19 +250,27 @@ class GPT(nn.Module):
         rope = rotation(self.config, T, x.device) if self.config.kind == "llama" else None
         for block in self.blocks:
             x = block(x, rope)
-        x = self.final_norm(x)
-        if self.head is None:
-            logits = matmul(x, self.token_embedding.weight, self.config.matmul_dtype).float()
-        else:
-            logits = self.head(x).float()
-        if targets is None:
-            return logits
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        return losses.view(targets.shape).mean(dim=1)
+        weight = self.token_embedding.weight if self.head is None else self.head.weight
+        return self._finish(self.final_norm(x), weight, targets, self.config.matmul_dtype)
+
+    def compile_parts(self) -> None:
+        """Has torch.compile compile the blocks and what follows them, each for itself, as FSDP2 needs it."""
+        for block in self.blocks:
+            block.compile()
+        self._finish = torch.compile(finish)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy, a scalar in fp32, of predicting `targets` (B, T) from `tokens` (B, T)."""
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+
+def finish(x: Tensor, weight: Tensor, targets: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """From the last norm's output (B, T, D) and the head's weight (V, D) to logits or losses, as GPT.forward gives."""
+    logits = matmul(x, weight, dtype).float()
+    if targets is None:
+        return logits
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view(targets.shape).mean(dim=1)
 
 
 def initial_std(name: str, config: GPTConfig) -> float:
