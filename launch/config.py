@@ -137,8 +137,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"{override!r} is no override: write key.of.a.field=value, such as train.steps=100")
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{key}: {text!r} is no valid YAML value; quotes may help") from error
+    except yaml.YAMLError:
+        value = text  # such as *.txt, which would be a reference
     *sections, last = key.split(".")
     for section in sections:
         inner = tree.setdefault(section, {})

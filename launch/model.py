@@ -290,7 +290,8 @@ def init_weights(model: GPT, seed: int) -> None:
         if parameter.dim() == 1:
             whole = torch.ones(parameter.shape)
         else:
-            generator = torch.Generator().manual_seed((seed << 32) | zlib.crc32(name.encode()))
+            # A checksum of both: a generator on a CPU takes no more than 32 bits of what it is seeded with.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             whole = torch.empty(parameter.shape).normal_(std=initial_std(name, model.config), generator=generator)
         whole = whole.to(parameter.dtype)
         if isinstance(parameter, DTensor):

@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", metavar="auto|PATH", help="go on from run.folder's latest checkpoint, or from the one at PATH"
     )
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)  # overrides may stand on both sides of --resume
 
 
 def prepare_tokens(config: PretrainConfig) -> TokenFiles:
@@ -159,6 +159,10 @@ def run(prepared: Prepared, ranks: Ranks, device: torch.device, stop: StopReques
             f"{config.train.steps}, in {folder.path}",
             flush=True,
         )
+    if training.step >= training.end:
+        if ranks.rank == 0:
+            print(f"nothing to do: the run is at step {training.step} of {training.end}", flush=True)
+        return
     with claimed(folder, config, training.step, ranks.rank):
         try:
             training.run(folder, stop)

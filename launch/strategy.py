@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flashdist
+from flashdist.sharding.replicated import shard_states
 
 FLASH = {
     "flash_adamw": flashdist.FlashAdamW,
@@ -107,9 +108,7 @@ def build(config: PretrainConfig, shape: GPTConfig, device: torch.device) -> Tra
             module, device_ids=[device] if on_gpu else None, broadcast_buffers=False, gradient_as_bucket_view=True
         )
     optimizer = build_optimizer(module, config.optimizer, on_gpu)
-    if strategy == "ddp_zero1":
-        from flashdist.sharding.replicated import shard_states
-
+    if strategy == "ddp_zero1" and isinstance(optimizer, flashdist.FlashOptimizer):
         shard_states(optimizer)
     return Trainee(module, call, optimizer, _clip_of(optimizer), _reducing_of(module, call, config.parallel))
 

@@ -70,6 +70,8 @@ class Training:
         self.step = self.samples = 0
         self.trainee: Trainee = build(config, shape, device)
         self.resumed = resume
+        # The step after which this run ends of itself.
+        self.end = min(config.train.steps, config.run.stop_after or config.train.steps)
         if resume is not None:
             self._load(resume)
 
@@ -113,11 +115,8 @@ class Training:
             RunError: a loss that is no number, or a checkpoint that cannot be written.
         """
         config = self.config
-        end = min(config.train.steps, config.run.stop_after or config.train.steps)
+        end = self.end
         with Reporter(folder.metrics, active=self.rank == 0, total=config.train.steps) as reporter:
-            if self.step >= end:
-                reporter.say(f"nothing to do: the run is at step {self.step} of {end}")
-                return
             reporter.record(self.step, {"started": self._description()})
             clock = Clock(self.step)
             while self.step < end:

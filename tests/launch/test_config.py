@@ -64,7 +64,8 @@ def test_values_come_from_the_file_and_overrides_win(tmp_path):
         ("inner.pair=[1]", "inner.pair must be a list of 2 values"),
         ("inner.pair=[1, x]", r"inner.pair\[1\] must be a number"),
         ("inner.steps", "is no override: write key.of.a.field=value"),
-        ("inner.steps=[1", "no valid YAML value"),
+        ("inner.steps=[1", r"inner.steps must be a whole number, got '\[1'"),
+        ("inner.pair=[1,", r"inner.pair must be a list of 2 values, got '\[1,'"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(override, message):
@@ -87,6 +88,10 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as caught:
         load(Outer, written(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_needs_no_quotes():
+    assert load(Outer, None, ["name=*.txt"]).name == "*.txt"
 
 
 def test_a_missing_or_binary_file_is_named(tmp_path):

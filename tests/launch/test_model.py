@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from model import GPT, GPT2_124M, GPTConfig, Linear, weight_decay_groups
+from model import GPT, GPT2_124M, GPTConfig, Linear, init_weights, rotate, rotation, weight_decay_groups
 
 from flashdist import cast_model
 
@@ -100,3 +100,91 @@ def test_a_width_that_the_heads_do_not_divide_is_refused():
 def test_too_long_a_sequence_is_refused():
     with pytest.raises(ValueError, match="13 tokens do not fit a context of 12"):
         tiny()(tokens(length=13))
+
+
+LLAMA = {"kind": "llama", "heads": 4, "kv_heads": 2, "tied_head": False}
+KINDS = pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt2", "llama"])
+
+
+@KINDS
+def test_losses_of_sequences_are_the_means_over_their_tokens(changes):
+    model = tiny(**changes)
+    x, y = tokens(), tokens().flip(1)
+    losses = model(x, y)
+    assert losses.shape == (3,)
+    assert losses.dtype == torch.float32
+    assert losses.mean().item() == pytest.approx(model.loss(x, y).item(), rel=1e-6)
+    assert losses[1].item() == pytest.approx(model.loss(x[1:2], y[1:2]).item(), rel=1e-6)
+
+
+def test_a_llama_has_no_positions_to_learn_and_the_parameters_of_its_shape():
+    with torch.device("meta"):
+        model = GPT(
+            GPTConfig(
+                vocab_size=128256,
+                context=2048,
+                layers=16,
+                heads=32,
+                kv_heads=8,
+                width=2048,
+                mlp_width=8192,
+                kind="llama",
+            )
+        )
+    assert sum(p.numel() for p in model.parameters()) == 1_235_814_400  # Llama-3.2-1B
+    assert not list(model.buffers())
+
+
+def test_a_llama_sees_no_later_token_but_the_distance_of_earlier_ones():
+    model = tiny(**LLAMA)
+    a = tokens()
+    b = a.clone()
+    b[:, 7:] = (b[:, 7:] + 1) % 32
+    difference = (model(a) - model(b)).abs().amax(dim=(0, 2))
+    assert difference[:7].max() == 0
+    assert difference[7:].min() > 0
+    swapped = a[:, [1, 0, *range(2, 12)]]
+    assert not torch.allclose(model(a)[:, -1], model(swapped)[:, -1], atol=1e-6)
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    config = GPTConfig(**(vars(TINY) | LLAMA))  # type: ignore[arg-type]
+    rope = rotation(config, 12, torch.device("cpu"))
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 1, 1, 12, 8)
+    products = (rotate(q, rope) @ rotate(k, rope).transpose(-1, -2))[0, 0]
+    for distance in range(12):
+        diagonal = products.diagonal(distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
+    assert not torch.allclose(products.diagonal(0), products.diagonal(0)[0] * 0 + products[0, 5], atol=1e-3)
+
+
+@KINDS
+def test_checkpointed_activations_give_the_same_gradients(changes):
+    gradients = []
+    for checkpointing in (False, True):
+        model = cast_model(tiny(**changes, activation_checkpointing=checkpointing))
+        model.loss(tokens(), tokens()).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_first_weights_depend_on_the_seed_and_the_names_alone():
+    plain, on_meta, other = tiny(), GPT(TINY).to("meta").to_empty(device="cpu"), tiny()
+    torch.manual_seed(77)
+    init_weights(plain, 3)
+    init_weights(on_meta, 3)
+    init_weights(other, 4)
+    for (name, a), b, c in zip(plain.named_parameters(), on_meta.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c) == (a.dim() == 1), name
+    narrow = plain.blocks[0].mlp.down.weight.std().item()
+    wide = plain.blocks[0].mlp.up.weight.std().item()
+    assert (narrow, wide) == (pytest.approx(0.01, rel=0.1), pytest.approx(0.02, rel=0.1))
+    assert not torch.equal(plain.blocks[0].mlp.up.weight, plain.blocks[1].mlp.up.weight)
+
+
+def test_heads_that_cannot_share_keys_are_refused():
+    with pytest.raises(ValueError, match="heads 4 is not a multiple of kv_heads 3"):
+        GPTConfig(vocab_size=32, context=8, layers=1, heads=4, width=32, kv_heads=3)
+    with pytest.raises(ValueError, match="is odd, which rotary positions cannot take"):
+        GPTConfig(vocab_size=32, context=8, layers=1, heads=2, width=6, kind="llama")

@@ -17,7 +17,12 @@ from pretrain_config import PretrainConfig
 from ranks import Ranks
 
 # 2 layers of width 64; batches of 12 can be shared by 1, 2 and 3 ranks, and by 4 with micro-batches of 3.
-TINY = ["model.layers=2", "model.heads=2", "model.width=64", "model.context=32", "data.tokenizer=bytes", "data.validation_share=4", "train.steps=12", "train.batch=12", "train.micro_batch=2", "train.warmup=3", "optimizer.lr=3e-3", "parallel.threads=1", "parallel.device=cpu", "run.save_every=4", "run.eval_every=0", "run.eval_sequences=7"]
+TINY = [
+    "model.layers=2", "model.heads=2", "model.width=64", "model.context=32", "data.tokenizer=bytes",
+    "data.validation_share=4", "train.steps=12", "train.batch=12", "train.micro_batch=2", "train.warmup=3",
+    "optimizer.lr=3e-3", "parallel.threads=1", "parallel.device=cpu", "run.save_every=4", "run.eval_every=0",
+    "run.eval_sequences=7",
+]  # fmt: skip
 
 
 @dataclass
