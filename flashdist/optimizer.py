@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_backend
 from flashdist.memory import MemorySummary, summarize
 from flashdist.numerics.fingerprint import drop_stale
-from flashdist.numerics.groups import group_layout
 from flashdist.numerics.rules import GroupScalars, Rule
 from flashdist.param_state import allocate, check_parameter, join_weight, same_state, view
 from flashdist.roster import Release, Roster, local_gradients, with_gradients
 from flashdist.sharding.global_norm import global_norm
-from flashdist.sharding.local_shard import check_placements, is_meta
+from flashdist.sharding.gradients import placed_gradient, placed_gradients
+from flashdist.sharding.local_shard import is_meta
+from flashdist.sharding.overflow import check_found_inf
 from flashdist.sharding.partition import AsPlaced, Partition
+from flashdist.sharding.placement import as_bytes
+from flashdist.sharding.replaced import check_not_replaced
 from flashdist.state_loading import FORMAT_VERSION, VERSION_KEY, check_and_convert, copy_state
 
 
@@ -84,7 +86,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         try:
             self._check_group(group)
             for p in group["params"]:
-                check_parameter(self._name(p), p)
+                check_parameter(self._name(p), p, group["quantize"])
         except BaseException:
             self.param_groups.pop()
             raise
@@ -143,6 +145,7 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def _allocate_all(self) -> None:
         """State for every trainable parameter, as state_dict() promises."""
+        check_not_replaced(self._parameters(), self._name)
         for p, g in zip(self._parameters(), self._known_groups, strict=True):
             if p.requires_grad or p in self.state:
                 self._state_of(p, g)
@@ -188,6 +191,8 @@ class FlashOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         everything = self._parameters()
         params, groups, grads = with_gradients(everything, self._known_groups)
+        if len(params) < len(everything):
+            check_not_replaced(everything, self._name, first=not params and not self.state)
         lost = self._step_set(None, params, groups, grads, self._clip_factor)
         self._clip_factor = None
         self._partition.exchange(everything, [self._scalars(group) for group in self.param_groups])
@@ -205,6 +210,9 @@ class FlashOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._check_group(group)
         scalars = [self._scalars(group) for group in self.param_groups]
+        # GradScaler sets these two for the time of a step.
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        check_found_inf(found_inf, grads, unscaled=scale is None)
         grads = local_gradients(params, grads, self._local_gradient, self._partition.whole)
         roster = self._rosters.get(subset)
         formats = [(self._rule(g), g["master_weight_bits"], g["quantize"]) for g in self.param_groups]
@@ -212,8 +220,6 @@ class FlashOptimizer(torch.optim.Optimizer):
             roster = Roster(params, groups, formats, self.state, self._state_of, self._partition)
             self._rosters[subset] = roster
         weights, copies = roster.weights()
-        # GradScaler sets these two for the time of a step.
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         inputs = StepInputs(clip_factor, scale, found_inf, self.check_numerics, subset=subset)
         lost: list[tuple[Tensor, Tensor]] = []
         for device_type in sorted(set(roster.device_types)):
@@ -248,9 +254,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 f"{self._name(p)} has a sparse gradient, which these optimizers do not take. Build the embedding with "
                 "sparse=False, or give this parameter to torch.optim.SparseAdam."
             )
-        if isinstance(grad, DTensor):
-            check_placements(f"the gradient of {self._name(p)}", grad, group_layout(p.shape))
-        return self._partition.gradient(p, grad)
+        return self._partition.gradient(p, placed_gradient(p, grad, self._name))
 
     def _backend(self, device_type: str) -> Backend:
         if device_type not in self._backends:
@@ -304,7 +308,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             self._release.refuse_clipping()
         if isinstance(max_norm, str) or not max_norm >= 0:
             raise ValueError(f"max_norm must be a number >= 0, got {max_norm}")
-        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        params, _, grads = with_gradients(self._parameters(), self._known_groups)
+        grads = placed_gradients(params, grads, self._name)
         norm = global_norm(grads, norm_type, lambda device_type: self._backend(device_type).grad_square_sum)
         if self._clip_factor is not None:
             norm = norm * self._clip_factor
@@ -345,12 +350,14 @@ class FlashOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with state for every trainable parameter, allocated now where no step has been taken.
 
-        Corrections of weights that were changed since the last step are zeroed first.
+        Corrections of weights that were changed since the last step are zeroed first. Two-byte corrections are given as
+        their bytes, int8 ``[..., 2]``: neither gloo nor NCCL moves int16, so a sharded one could not be gathered.
         """
         self._allocate_all()
         self._drop_stale_corrections()
         packed = super().state_dict()
-        return {**packed, "state": {key: dict(state) for key, state in packed["state"].items()}}
+        states = {key: {k: as_bytes(v) for k, v in state.items()} for key, state in packed["state"].items()}
+        return {**packed, "state": states}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

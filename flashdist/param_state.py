@@ -27,24 +27,25 @@ JOIN_CHUNK = 1 << 22
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_parameter(name: str, p: Tensor) -> None:
-    """Refuse what cannot be stepped.
+def check_parameter(name: str, p: Tensor, quantize: bool) -> None:
+    """Refuse what cannot be stepped. ``quantize``: whether its moments are to be kept as codes.
 
     Raises:
         TypeError: an FSDP1 flat parameter, or a dtype other than bf16, fp16 and fp32.
         ValueError: placements that are no shards or would cut a group.
     """
-    if getattr(p, "_is_flat_param", False):
+    # The second: one of the model's own parameters, which FSDP1 makes a view of such (use_orig_params=True).
+    if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         raise TypeError(
-            f"{name} is a flat parameter of FSDP1, which hides the shapes that the 8-bit groups need. Shard the model "
-            "with torch.distributed.fsdp.fully_shard (FSDP2) instead."
+            f"{name} is a flat parameter of FSDP1 or a piece of one, which hides the shapes that 8-bit groups need. "
+            "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead."
         )
     if p.dtype not in WEIGHT_DTYPES:
         raise TypeError(
             f"{name} is {p.dtype}: these optimizers take bfloat16, float16 and float32 parameters. "
             "Cast the model (flashdist.cast_model) or leave this parameter out."
         )
-    check_placements(name, p, group_layout(p.shape))
+    check_placements(name, p, group_layout(p.shape), quantize)
 
 
 def expected_entries(p: Tensor, group: dict[str, Any], rule: Rule, layout: GroupLayout) -> list[Entry]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from flashdist.kernels.backend import ParamState
+from flashdist.sharding.gradients import all_plain
 from flashdist.sharding.partition import Partition
 
 _GRAD = attrgetter("grad")
@@ -132,7 +133,7 @@ def local_gradients(
 ) -> list[Tensor]:
     """Local plain gradients in logical order: themselves where that is ``whole``, unless expanded, strided or
     sharded."""
-    if whole and set(map(type, grads)) <= {Tensor}:
+    if whole and all_plain(params, grads):
         try:
             if all(map(Tensor.is_contiguous, grads)):
                 return grads

@@ -12,7 +12,8 @@ from torch import Tensor
 from flashdist.numerics.groups import group_layout
 from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, encode_moment
 from flashdist.param_state import allocate, expected_entries
-from flashdist.sharding.local_shard import local
+from flashdist.sharding.local_shard import check_placements, local
+from flashdist.sharding.placement import from_bytes
 
 if TYPE_CHECKING:
     from flashdist.optimizer import FlashOptimizer
@@ -54,6 +55,9 @@ def check_and_convert(opt: FlashOptimizer, state_dict: dict[str, Any]) -> tuple[
         new = _own_group(saved, version) if version is not None else _torch_group(group, saved)
         merged = {**group, **new}
         opt._check_group(merged)
+        if merged["quantize"] and not group["quantize"]:
+            for p in group["params"]:
+                check_placements(opt._name(p), p, group_layout(p.shape))
         groups.append(new)
         for p, key in zip(group["params"], saved["params"], strict=True):
             state = saved_states.get(key)
@@ -95,6 +99,8 @@ def _check_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: d
     own: dict[str, Tensor] = {}
     for entry, part in zip(expected, parts, strict=True):
         value = state[entry.key]
+        if entry.dtype == torch.int16 and isinstance(value, Tensor) and value.dtype == torch.int8:
+            value = from_bytes(value) if tuple(value.shape) == (*entry.shape, 2) else value
         if not isinstance(value, Tensor) or value.dtype != entry.dtype or tuple(value.shape) != entry.shape:
             found = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
             raise ValueError(

@@ -60,8 +60,9 @@ def test_dense_state_is_encoded(theirs: Any, ours: Any, arguments: dict[str, Any
     before = copy.deepcopy(source.state_dict())
     opt.load_state_dict(source.state_dict())
     fresh = ours([nn.Parameter(p.detach().clone()) for p in params], **arguments).state_dict()["state"]
+    loaded = opt.state_dict()["state"]
     for i, q in enumerate(copies):
-        assert {k: v.dtype for k, v in opt.state[q].items()} == {k: v.dtype for k, v in fresh[i].items()}
+        assert {k: v.dtype for k, v in loaded[i].items()} == {k: v.dtype for k, v in fresh[i].items()}
         assert not opt.state[q]["error"].any()
         assert float(opt.state[q]["step"]) == (1.0 if ours is FlashSGD else 3.0)
     # The source's tensors are only read.

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from flashdist.numerics.groups import GroupLayout, group_layout
 from flashdist.numerics.rules import GroupScalars
 from flashdist.sharding.local_shard import local
+from flashdist.sharding.overall import summed_counts
 from flashdist.sharding.placement import place_like
 
 
@@ -93,7 +94,7 @@ class AsPlaced:
         return place_like(p, part, p.shape)
 
     def lost(self, params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[tuple[int, int]]:
-        return [(int(count), local(p).numel()) for p, count in zip(params, counts, strict=True)]
+        return summed_counts(params, counts)
 
     def exchange(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
         pass

@@ -1,4 +1,7 @@
-"""From a plain state tensor to one that is placed as its parameter is: the only place that wraps a DTensor."""
+"""From a plain state tensor to one that is placed as its parameter is: the only place that wraps a DTensor.
+
+And the bytes of 16-bit integers: neither gloo nor NCCL moves those, so they leave the optimizer as int8 pairs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from flashdist.sharding.local_shard import local as local_part
+from flashdist.sharding.row_shard import RowShard
 
 
 def place_like(parameter: Tensor, local: Tensor, global_shape: Sequence[int]) -> Tensor:
@@ -31,3 +37,24 @@ def place_like(parameter: Tensor, local: Tensor, global_shape: Sequence[int]) ->
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=tuple(reversed(stride))
     )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """An int16 tensor seen as int8 ``[..., 2]``, in the same placements and the same memory; others unchanged."""
+    if tensor.dtype != torch.int16:
+        return tensor
+    return _placed_as(tensor, local_part(tensor).unsqueeze(-1).view(torch.int8), (*tensor.shape, 2))
+
+
+def from_bytes(tensor: Tensor) -> Tensor:
+    """The inverse of :func:`as_bytes` for int8 ``[..., 2]``. A copy only where the bytes are not aligned."""
+    part = local_part(tensor).contiguous()
+    if part.storage_offset() % 2:
+        part = part.clone()
+    return _placed_as(tensor, part.view(torch.int16).squeeze(-1), tensor.shape[:-1])
+
+
+def _placed_as(tensor: Tensor, part: Tensor, global_shape: Sequence[int]) -> Tensor:
+    if isinstance(tensor, RowShard):
+        return tensor.like(part, global_shape)
+    return place_like(tensor, part, global_shape)

@@ -59,6 +59,10 @@ class RowShard(torch.Tensor):
         """This rank's rows, ``[rows, ...]``: the tensor itself, no copy."""
         return self._local
 
+    def like(self, local: Tensor, shape: Sequence[int]) -> RowShard:
+        """The same rows of another tensor, whose leading dimensions are these."""
+        return RowShard(local, shape, self._rows, self._group)
+
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank. A collective call."""
         if self._group is None:
