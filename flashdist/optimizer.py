@@ -249,11 +249,6 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def _local_gradient(self, p: Tensor, grad: Tensor) -> Tensor:
         """A contiguous plain gradient; a copy only where it is expanded, transposed or strided."""
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{self._name(p)} has a sparse gradient, which these optimizers do not take. Build the embedding with "
-                "sparse=False, or give this parameter to torch.optim.SparseAdam."
-            )
         return self._partition.gradient(p, placed_gradient(p, grad, self._name))
 
     def _backend(self, device_type: str) -> Backend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -35,8 +36,13 @@ def placed_gradient(p: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> T
         name: how a message calls a parameter.
 
     Raises:
-        RuntimeError: one is a DTensor and the other is not, or they lie on different meshes.
+        RuntimeError: the gradient is sparse; one is a DTensor and the other is not, or they lie on different meshes.
     """
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"{name(p)} has a sparse gradient, which these optimizers do not take. Build the embedding with "
+            "sparse=False, or give this parameter to torch.optim.SparseAdam."
+        )
     if not isinstance(p, DTensor) and not isinstance(grad, DTensor):
         return grad
     if not isinstance(p, DTensor) or not isinstance(grad, DTensor) or p.device_mesh != grad.device_mesh:
