@@ -260,16 +260,13 @@ class FlashOptimizer(torch.optim.Optimizer):
         if not lost:
             return
         params, counts = zip(*lost, strict=True)
-        bad = []
-        for p, (count, numel) in zip(params, self._partition.lost(params, counts), strict=True):
-            if 2 * count > numel:
-                bad.append(f"{self._name(p)}: {count} of {numel}")
+        counted = zip(params, self._partition.lost(params, counts), strict=True)
+        bad = [f"{self._name(p)}: {count} of {numel}" for p, (count, numel) in counted if 2 * count > numel]
         if bad:
+            more = f"; and {len(bad) - 8} more tensors" if len(bad) > 8 else ""
             raise NumericsError(
-                "updates are too small for the stored weights and were lost (elements per tensor): "
-                + "; ".join(bad[:8])
-                + (f"; and {len(bad) - 8} more tensors" if len(bad) > 8 else "")
-                + ". Use master_weight_bits=32 for these parameters, or a larger lr."
+                f"updates are too small for the stored weights and were lost (elements per tensor): {'; '.join(bad[:8])}"
+                f"{more}. Use master_weight_bits=32 for these parameters, or a larger lr."
             )
 
     @torch.compiler.disable
