@@ -265,8 +265,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         if bad:
             more = f"; and {len(bad) - 8} more tensors" if len(bad) > 8 else ""
             raise NumericsError(
-                f"updates are too small for the stored weights and were lost (elements per tensor): {'; '.join(bad[:8])}"
-                f"{more}. Use master_weight_bits=32 for these parameters, or a larger lr."
+                "updates are too small for the stored weights and were lost (elements per tensor): "
+                f"{'; '.join(bad[:8])}{more}. Use master_weight_bits=32 for these parameters, or a larger lr."
             )
 
     @torch.compiler.disable
