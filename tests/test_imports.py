@@ -35,7 +35,8 @@ LAYERS: list[set[str]] = [
     {"flashdist.integrations"},
     {"flashdist"},  # the public names
     {"flashdist.planner"},
-    {"flashdist.cli", "flashdist.__main__"},
+    {"flashdist.cli"},
+    {"flashdist.__main__"},
 ]
 # Beyond the order: sharding and the checkpoint know state tensors, not how they are computed.
 NEVER = [

@@ -254,6 +254,19 @@ def test_ranks_killed_at_many_instants(tmp_path, victim, instant):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
 
 
+def sharded_extra_worker(rank, world_size, path):
+    model, opt = trained("fsdp2", world_size)
+    masters = {n: opt.master_weight(p) for n, p in model.named_parameters() if p.requires_grad}
+    checkpoint.save(path, model, opt, extra={"average": masters})
+    found = checkpoint.load(path, model, opt)["average"]
+    assert found.keys() == masters.keys()
+    assert all(torch.equal(found[n], whole(t)) for n, t in masters.items())
+
+
+def test_sharded_tensors_in_extra_come_back_whole(tmp_path):
+    run_ranks(sharded_extra_worker, 2, str(tmp_path / "c"))
+
+
 def names_worker(rank, world_size, path):
     model, opt = trained("fsdp2", world_size)
     checkpoint.save(path, model, opt)

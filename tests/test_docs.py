@@ -1,0 +1,24 @@
+"""The Python blocks of the documentation run, page by page, each page in one namespace and an empty folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [page for page in [*sorted((ROOT / "docs").glob("*.md"))] if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    namespace = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        line = text[: block.start()].count("\n") + 1
+        code = compile("\n" * line + block.group(1), str(page), "exec")
+        exec(code, namespace)
