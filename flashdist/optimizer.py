@@ -190,12 +190,13 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         everything = self._parameters()
+        self._partition.before_step(everything, self._name)
         params, groups, grads = with_gradients(everything, self._known_groups)
         if len(params) < len(everything):
             check_not_replaced(everything, self._name, first=not params and not self.state)
         lost = self._step_set(None, params, groups, grads, self._clip_factor)
         self._clip_factor = None
-        self._partition.exchange(everything, [self._scalars(group) for group in self.param_groups])
+        self._partition.after_step(everything, [self._scalars(group) for group in self.param_groups])
         self._report_lost(lost)
 
     def _step_set(
@@ -388,7 +389,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         self._drop_stale_corrections()
         state = super().__getstate__()
         plain = defaultdict(dict, {p: dict(kept) for p, kept in self.state.items()})
-        return {**state, "state": plain, "check_numerics": self.check_numerics, "_partition": self._partition}
+        return {"_partition": self._partition, **state, "state": plain, "check_numerics": self.check_numerics}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

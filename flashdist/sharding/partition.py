@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -55,8 +55,12 @@ class Partition(Protocol):
         """Per parameter the elements counted by the kernels, and of how many."""
         ...
 
-    def exchange(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
-        """After a step: bring what other ranks have stepped here. ``params`` are all of the optimizer."""
+    def before_step(self, params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
+        """Raise where a step cannot be taken. ``params`` are all of the optimizer, ``name`` is for messages."""
+        ...
+
+    def after_step(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
+        """Bring what other ranks have stepped here. ``params`` are all of the optimizer."""
         ...
 
     def check_new_group(self) -> None:
@@ -96,7 +100,10 @@ class AsPlaced:
     def lost(self, params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[tuple[int, int]]:
         return summed_counts(params, counts)
 
-    def exchange(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
+    def before_step(self, params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
+        pass
+
+    def after_step(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
         pass
 
     def check_new_group(self) -> None:

@@ -35,7 +35,8 @@ def shard_states(
         opt: a new optimizer, whose parameters and gradients are the same on all ranks.
         process_group: the data-parallel ranks; by default those of ``model`` if it is a DistributedDataParallel, else
             all.
-        model: the model, to be warned where DDP is set up so that it needs more memory than it has to.
+        model: the DistributedDataParallel model, whose process group is taken, and whose settings are looked at: a
+            warning where it keeps a second copy of the gradients, an error in a step inside its join().
 
     Raises:
         RuntimeError: no process group; states exist already or are sharded already.
@@ -63,15 +64,19 @@ def shard_states(
         which = [i for i, p in enumerate(params) if p.requires_grad == trainable]
         for i, bounds in zip(which, cut_rows([costs[i] for i in which], ranks), strict=True):
             rows[params[i]] = Rows(leads[i], bounds, rank)
-    opt._partition = RowPartition(rows, group)
+    opt._partition = RowPartition(rows, group, model if isinstance(model, DistributedDataParallel) else None)
 
 
-def full_state_dict(opt: FlashOptimizer) -> dict[str, Any]:
+def full_state_dict(opt: FlashOptimizer, state_dict: dict[str, Any] | None = None) -> dict[str, Any]:
     """``opt.state_dict()`` with whole plain tensors, on every rank (a collective call).
 
     It needs the memory of unsharded states. It loads into any optimizer for these parameters, sharded or not.
+
+    Args:
+        opt: the optimizer.
+        state_dict: what to make whole instead of ``opt.state_dict()``, say ``torch_state_dict(opt)``.
     """
-    packed = opt.state_dict()
+    packed = opt.state_dict() if state_dict is None else state_dict
     states = {
         key: {name: value.full_tensor() if isinstance(value, RowShard) else value for name, value in state.items()}
         for key, state in packed["state"].items()

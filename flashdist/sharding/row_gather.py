@@ -21,10 +21,14 @@ ALIGNMENT = 16
 # The first bytes of a rank's first slot say what it has done: see RowGather.run.
 HEADER_BYTES = 16
 
+# The buffer has 1 / this of the tensors' bytes, within these limits: a small model should not pay 64 MiB.
+CHUNK_PART = 32
+SMALLEST_CHUNK_BYTES = 1 << 20
 # torch 2.13 has renamed it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-Copies = tuple[list[Tensor], list[Tensor]]
+# By dtype, for torch's fused copies: (to, from).
+Copies = dict[torch.dtype, tuple[list[Tensor], list[Tensor]]]
 
 
 class RowGather:
@@ -35,7 +39,7 @@ class RowGather:
             has ``bounds[r]`` up to ``bounds[r + 1]``.
         group: the ranks.
         device: where the tensors are.
-        chunk_bytes: the largest size of the buffer (at least ALIGNMENT bytes a rank).
+        chunk_bytes: the largest size of the buffer (at least ALIGNMENT bytes a rank); chosen by default.
     """
 
     def __init__(
@@ -43,33 +47,42 @@ class RowGather:
         tensors: Sequence[tuple[Tensor, Sequence[int]]],
         group: dist.ProcessGroup,
         device: torch.device,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
         self.group = group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         lines = [_line(tensors, rank) for rank in range(self.ranks)]
         longest = max(stop for stop, _ in lines)
+        if chunk_bytes is None:
+            total = sum(flat.numel() * flat.element_size() for flat, _ in tensors)
+            chunk_bytes = min(max(total // CHUNK_PART, SMALLEST_CHUNK_BYTES), CHUNK_BYTES)
         slot = min(longest, max(chunk_bytes // self.ranks // ALIGNMENT, 1) * ALIGNMENT)
         self.buffer = torch.zeros(slot * self.ranks, dtype=torch.uint8, device=device)
         self.chunks: list[tuple[int, Copies, Copies]] = []
         for start in range(0, longest, slot):
             size = min(slot, longest - start)
-            mine, theirs = self._copies(lines, start, size)
-            self.chunks.append((size, (mine[1], mine[0]), theirs))
+            self.chunks.append((size, *self._copies(lines, start, size)))
 
-    def _copies(self, lines: Sequence[tuple[int, list[tuple[int, Tensor]]]], start: int, size: int) -> list[Copies]:
-        """For the window ``start`` up to ``start + size`` of every rank's bytes: (tensors, slots), own and others'."""
-        sides: list[Copies] = [([], []), ([], [])]
+    def _copies(
+        self, lines: Sequence[tuple[int, list[tuple[int, Tensor]]]], start: int, size: int
+    ) -> tuple[Copies, Copies]:
+        """What to copy into this rank's slot and out of the others' for the bytes ``start`` up to ``start + size``."""
+        pack: Copies = {}
+        unpack: Copies = {}
         for rank, (_, pieces) in enumerate(lines):
-            tensors, slots = sides[rank != self.rank]
             for at, piece in pieces:
                 width = piece.element_size()
                 first, last = max(at, start), min(at + piece.numel() * width, start + size)
-                if first < last:
-                    tensors.append(piece[(first - at) // width : (last - at) // width])
-                    place = rank * size + first - start
-                    slots.append(self.buffer[place : place + last - first].view(piece.dtype))
-        return sides
+                if first >= last:
+                    continue
+                part = piece[(first - at) // width : (last - at) // width]
+                place = rank * size + first - start
+                slot = self.buffer[place : place + last - first].view(piece.dtype)
+                copies = pack if rank == self.rank else unpack
+                to, source = copies.setdefault(piece.dtype, ([], []))
+                to.append(slot if rank == self.rank else part)
+                source.append(part if rank == self.rank else slot)
+        return pack, unpack
 
     def run(self, header: int = 0) -> Tensor:
         """Gather. No synchronisation with the host.
@@ -86,11 +99,11 @@ class RowGather:
             own = filled[self.rank * size : (self.rank + 1) * size]
             if i == 0:
                 own[:8].view(torch.int64).fill_(header)
-            if pack[0]:
-                torch._foreach_copy_(*pack)
-            _all_gather(filled, own, group=self.group)
-            if unpack[0]:
-                torch._foreach_copy_(*unpack)
+            for to, source in pack.values():
+                torch._foreach_copy_(to, source)
+            all_gather(filled, own, group=self.group)
+            for to, source in unpack.values():
+                torch._foreach_copy_(to, source)
             if i == 0:
                 headers = filled.view(self.ranks, size)[:, :8].view(torch.int64).flatten().clone()
         return headers

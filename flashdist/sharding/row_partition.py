@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import zlib
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flashdist.numerics.groups import GroupLayout, group_layout
 from flashdist.numerics.rules import GroupScalars
+from flashdist.sharding.agreement import Agreement, check_same_weights, step_digest
 from flashdist.sharding.row_cut import Rows
 from flashdist.sharding.row_gather import RowGather, gather_rows
 from flashdist.sharding.row_shard import RowShard
@@ -28,18 +28,17 @@ class RowPartition:
     Args:
         rows: which rows of each parameter belong to which rank.
         group: the ranks.
+        model: a DistributedDataParallel around them, if there is one.
     """
 
     whole = False
 
-    def __init__(self, rows: dict[Tensor, Rows], group: dist.ProcessGroup) -> None:
+    def __init__(self, rows: dict[Tensor, Rows], group: dist.ProcessGroup, model: nn.Module | None = None) -> None:
         self.rows = rows
         self.group = group
+        self._model = model
         self._strides = {p: p.stride() for p in rows}
-        self._reset()
-
-    def _reset(self) -> None:
-        """What follows from the parameters' addresses."""
+        self._compared = False
         self._viewed: tuple[Sequence[Tensor], list[int], list[Tensor]] | None = None
         self._gathers: tuple[list[object], list[RowGather]] | None = None
         self._agreement = Agreement()
@@ -76,26 +75,40 @@ class RowPartition:
     def take(self, p: Tensor, value: Tensor) -> Tensor | None:
         if isinstance(value, RowShard):
             return value.to_local() if value.rows == self.rows[p] else None
-        return self.rows[p].of(value.detach()) if type(value) is Tensor else None
+        return None if isinstance(value, DTensor) else self.rows[p].of(value.detach())
 
     def gather(self, p: Tensor, part: Tensor) -> Tensor:
         return gather_rows(part, p.shape, self.rows[p], self.group)
 
     def lost(self, params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[tuple[int, int]]:
-        totals = torch.stack(list(counts)) if counts else torch.zeros(0)
+        totals = torch.stack([count.to(counts[0].device) for count in counts])
         dist.all_reduce(totals, group=self.group)
         return [(int(total), p.numel()) for p, total in zip(params, totals.tolist(), strict=True)]
 
-    def exchange(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
+    def before_step(self, params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
+        join = getattr(self._model, "_join_config", None)
+        if join is not None and join.enable and not join.throw_on_early_termination:
+            raise RuntimeError(
+                "DistributedDataParallel's join() lets a rank that has run out of batches leave the others, but with "
+                "sharded states it has rows that no other rank can step. Give all ranks equally many batches, or "
+                "pass throw_on_early_termination=True to join()."
+            )
+        self._agreement.check_last()
+        if not self._compared:
+            check_same_weights([p for p in params if p.requires_grad], self.group, name)
+            self._compared = True
+
+    def after_step(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
         trainable, grads = list(map(_TRAINABLE, params)), [g is not None for g in map(_GRAD, params)]
         # Not only what has a gradient now: ranks that disagree about it must still meet in the same collective calls.
         key: list[object] = [*(t or g for t, g in zip(trainable, grads, strict=True)), *map(Tensor.data_ptr, params)]
         if self._gathers is None or self._gathers[0] != key:
             self._gathers = key, self._plan([p for p, moves in zip(params, key, strict=False) if moves])
-        self._agreement.check_last()
-        digest = zlib.crc32(repr((grads, [_host_scalars(s) for s in scalars])).encode())
-        for gather in self._gathers[1]:
-            self._agreement.expect(digest, gather.run(digest))
+        digest = step_digest(grads, scalars)
+        # All gathers first: the ranks must not part before the last one.
+        found = [gather.run(digest) for gather in self._gathers[1]]
+        for digests in found:
+            self._agreement.compare(digest, digests)
 
     def _plan(self, params: Sequence[Tensor]) -> list[RowGather]:
         by_device: dict[torch.device, list[tuple[Tensor, list[int]]]] = {}
@@ -117,64 +130,10 @@ class RowPartition:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowPartition:
         """For a copy of the optimizer with parameters of its own; the ranks stay the same."""
-        return RowPartition({copy.deepcopy(p, memo): rows for p, rows in self.rows.items()}, self.group)
+        return RowPartition({copy.deepcopy(p, memo): r for p, r in self.rows.items()}, self.group, self._model)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "an optimizer whose states are sharded by shard_states cannot be pickled, for its process group exists in "
             "these processes only. Save its state_dict() instead, with torch.distributed.checkpoint."
         )
-
-
-class Agreement:
-    """Notices when ranks step different parameters or with different hyperparameters, which would mix their rows.
-
-    On a GPU it says so a step or more later, when the comparison has come to the host by itself.
-    """
-
-    def __init__(self) -> None:
-        self._differ: Tensor | None = None  # bool 0-d on the device
-        self._host: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
-
-    def expect(self, digest: int, found: Tensor) -> None:
-        """``found``: the digests of all ranks, on their device."""
-        differ = (found != digest).any()
-        if differ.device.type != "cuda":
-            self._raise_if(bool(differ))
-            return
-        if torch.cuda.is_current_stream_capturing():
-            return
-        self._differ = differ if self._differ is None else self._differ.to(differ.device) | differ
-        if self._host is None:
-            self._host, self._copied = torch.zeros((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-        elif self._copied is not None and not self._copied.query():
-            return
-        self._host.copy_(self._differ, non_blocking=True)
-        assert self._copied is not None
-        self._copied.record()
-
-    def check_last(self) -> None:
-        """Raise where an earlier step of a GPU went apart, as far as it is known now."""
-        capturing = self._copied is not None and torch.cuda.is_current_stream_capturing()
-        if self._copied is not None and self._host is not None and not capturing and self._copied.query():
-            self._raise_if(bool(self._host))
-
-    def _raise_if(self, differ: bool) -> None:
-        if differ:
-            raise RuntimeError(
-                "ranks have stepped different parameters, or with different hyperparameters: with sharded states every "
-                "parameter must have a gradient on all ranks or on none, and lr and the like must be equal on all ranks"
-            )
-
-
-def _host_scalars(scalars: GroupScalars) -> tuple[object, ...]:
-    """A group's numbers, without an lr that is on a device."""
-    values = (getattr(scalars, field.name) for field in fields(scalars))
-    return tuple(
-        float(v) if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in values if not _on_device(v)
-    )
-
-
-def _on_device(value: object) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,17 @@ _ROW_WISE = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Which rows, and the ranks that hold the others. Copies of a shard, staged ones too, have the same."""
+
+    rows: Rows
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+        return self
+
+
 class RowShard(torch.Tensor):
     """Has the shape of the whole tensor, and this rank's rows of it in memory.
 
@@ -35,25 +47,24 @@ class RowShard(torch.Tensor):
         local: ``[rows, ...]``, contiguous; empty on ranks without a row.
         shape: shape of the whole tensor.
         rows: which rows.
-        group: the ranks that hold the others; None after a pickle.
+        group: the ranks that hold the others.
     """
 
     _local: Tensor
-    _rows: Rows
-    _group: dist.ProcessGroup | None
+    _place: _Place
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], rows: Rows, group: dist.ProcessGroup | None) -> RowShard:
+    def __new__(cls, local: Tensor, shape: Sequence[int], rows: Rows, group: dist.ProcessGroup) -> RowShard:
         shard: RowShard = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
-        shard._local, shard._rows, shard._group = local, rows, group
+        shard._local, shard._place = local, _Place(rows, group)
         return shard
 
     @property
     def rows(self) -> Rows:
         """Which rows of the whole tensor this rank holds, and which the others."""
-        return self._rows
+        return self._place.rows
 
     def to_local(self) -> Tensor:
         """This rank's rows, ``[rows, ...]``: the tensor itself, no copy."""
@@ -65,21 +76,24 @@ class RowShard(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank. A collective call."""
-        if self._group is None:
-            raise RuntimeError(
-                "a RowShard out of a pickle belongs to no process group: load it into an optimizer first"
-            )
-        return gather_rows(self._local, self.shape, self._rows, self._group)
+        return gather_rows(self._local, self.shape, self.rows, self._place.group)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        rows = self._rows
+        rows = self.rows
         return f"RowShard(rows {rows.start}:{rows.stop} of {rows.count}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _unpickle, (self._local, tuple(self.shape), self._rows)
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"this rank holds rows {self.rows.start} to {self.rows.stop} of the {self.rows.count} of a state tensor: "
+            "a pickle of it (torch.save) would lose the others. Save the state_dict with flashdist.checkpoint or "
+            "torch.distributed.checkpoint, or pickle full_state_dict(optimizer), which all ranks have to call."
+        )
+
+    def _with(self, local: Tensor) -> RowShard:
+        return RowShard(local, self.shape, self.rows, self._place.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowShard:
-        copy = RowShard(self._local.clone(), self.shape, self._rows, self._group)
+        copy = self._with(self._local.clone())
         memo[id(self)] = copy
         return copy
 
@@ -88,17 +102,18 @@ class RowShard(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         shards = [a for a in args if isinstance(a, RowShard)]
-        like = shards[0]
-        plain = any(isinstance(a, Tensor) and not isinstance(a, RowShard) for a in args)
-        if func not in _ROW_WISE or plain or any((s.shape, s._rows) != (like.shape, like._rows) for s in shards):
+        others = [a for a in args if isinstance(a, Tensor) and not isinstance(a, RowShard)]
+        allowed = func in _ROW_WISE and shards and not others
+        if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):  # the staging of async_save
+            allowed, args = True, (args[0], args[0]._local.shape)
+        if not allowed or any((s.shape, s.rows) != (shards[0].shape, shards[0].rows) for s in shards):
             raise NotImplementedError(
                 f"{func} is not defined for a RowShard, of which this rank holds some rows only: use to_local() for "
                 "these rows, or full_tensor() (a collective call) for the whole tensor"
             )
         result = func(*(a._local if isinstance(a, RowShard) else a for a in args), **(kwargs or {}))
-        if result is like._local:  # written in place
-            return like
-        return RowShard(result, like.shape, like._rows, like._group)
+        # What is written in place stays the shard that it is.
+        return shards[0] if result is shards[0]._local else shards[0]._with(result)
 
     # The protocol of torch.distributed.checkpoint (planner_helpers.py).
 
@@ -111,17 +126,13 @@ class RowShard(torch.Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self._rows.boxes(self.shape)]
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.rows.boxes(self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         flat, at = self._local.view(-1), 0
-        for offsets, sizes in self._rows.boxes(self.shape):
+        for offsets, sizes in self.rows.boxes(self.shape):
             numel = math.prod(sizes)
             if index.offset is None or tuple(index.offset) == offsets:
                 return flat[at : at + numel].view(sizes)
             at += numel
         raise ValueError(f"{self} has no part at {index}")
-
-
-def _unpickle(local: Tensor, shape: tuple[int, ...], rows: Rows) -> RowShard:
-    return RowShard(local, shape, rows, None)

@@ -86,8 +86,13 @@ def saves(rank, ranks, strategy, path):
         train(model, opt, t)
     names, states = get_state_dict(model, opt)
     before = everything(model, opt)
-    dcp.save({"model": names, "optim": states}, checkpoint_id=path)
-    train(model, opt, 3)
+    if strategy == "zero1":  # what is staged is what was there at the call
+        pending = dcp.async_save({"model": names, "optim": states}, checkpoint_id=path)
+        train(model, opt, 3)
+        pending.result()
+    else:
+        dcp.save({"model": names, "optim": states}, checkpoint_id=path)
+        train(model, opt, 3)
     after = everything(model, opt)  # a collective call, on all ranks
     return (before, after) if rank == 0 else None
 
