@@ -19,7 +19,7 @@ FEW = [(), (33,), (3, 33), (2, 1025), (33, 32)]
 
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (FlashAdamW, {"lr": 1e-2, "weight_decay": 0.1}),
-    "adamw-nearest": (FlashAdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}),
+    "adamw-nearest": (FlashAdamW, {"lr": 1e-2, "betas": (0.9, 0.8), "eps": 1e-6}),
     "adam": (FlashAdam, {"lr": 1e-2, "weight_decay": 0.1}),
     "lion": (FlashLion, {"lr": 1e-3, "weight_decay": 0.1}),
     "sgd": (FlashSGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
