@@ -1,1 +1,1 @@
-"""Does training with these optimizers end where fp32 AdamW ends? One module for each experiment; see docs/quality.md."""
+"""Does training with these optimizers end where fp32 AdamW ends? One module an experiment; see docs/quality.md."""

@@ -40,7 +40,7 @@ class Corpus:
 
 
 def files() -> Iterator[str]:
-    """The distinct texts of all Python files of this interpreter's library and packages, in the order of their paths."""
+    """The distinct texts of all Python files of this interpreter's library and packages, by path."""
     seen: set[bytes] = set()
     for root in dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")):
         for path in sorted(Path(root).rglob("*.py")):

@@ -56,7 +56,7 @@ def compare(gradient: Gradient, beta2: float, steps: int) -> dict[str, dict[str,
     """Each rounding's measures in one situation."""
     generator = torch.Generator().manual_seed(0)
     zero = torch.zeros(GROUPS, WIDTH)
-    exact, kept = (zero, zero), {name: (zero, zero) for name in ROUNDINGS}
+    exact, kept = (zero, zero), dict.fromkeys(ROUNDINGS, (zero, zero))
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in ROUNDINGS}
     for t in range(1, steps + 1):
         g = gradient(t, torch.randn(GROUPS, WIDTH, generator=generator))

@@ -212,7 +212,7 @@ def _load_moments(block: _Block, state: ParamState) -> tuple[Tensor, Tensor]:
 def _store_moments(block: _Block, state: ParamState, moments: tuple[Tensor, Tensor], dither: Tensor | float) -> None:
     for i, kept in enumerate(state.moments):
         if state.quantized:
-            codes, scale = encode_variance(moments[i], dither) if i == 1 else encode_momentum(moments[i])
+            codes, scale = (encode_variance if i == 1 else encode_momentum)(moments[i], dither)
             block.of(kept).copy_(block.flat(codes))
             block.scales_of(state.scales[i]).copy_(scale)
         else:

@@ -181,15 +181,17 @@ def _encode(block: Block, m: Tensor, v: Tensor, root: Tensor, t: Tensor) -> bool
     if len(scales) > 1:
         _encode_variance(block.moments[1], scales[1], root, v, block.dither)
     if scales:
-        _encode_momentum(block.moments[0], scales[0], m, t, root)
+        _encode_momentum(block.moments[0], scales[0], m, t, root, block.dither)
     return True
 
 
-def _encode_momentum(codes: Tensor, scale: Tensor, m: Tensor, size: Tensor, t: Tensor) -> None:
+def _encode_momentum(codes: Tensor, scale: Tensor, m: Tensor, size: Tensor, t: Tensor, dither: Tensor | float) -> None:
     # Beside a scale of 0 the sizes are below 2^-126, so that a scale of 1 gives the code 0 that is due.
     scale.masked_fill_(scale == 0, 1.0)
     torch.add(_grouped(size), scale.unsqueeze(-1), out=_grouped(t))
-    size.div_(t).mul_(2.0 * MOMENTUM_CODES).add_(0.5)
+    _grouped(size.div_(t).mul_(2.0 * MOMENTUM_CODES)).add_(dither)
+    if isinstance(dither, Tensor):  # 127.5 and 0.5 stay below 128
+        size.clamp_(max=float(MOMENTUM_CODES))
     # The sign goes back into its bit, and the conversion cuts towards zero, which is the floor of the size.
     size.view(torch.int32).bitwise_or_(m.view(torch.int32).bitwise_and_(SIGN_BIT))
     codes.copy_(size)

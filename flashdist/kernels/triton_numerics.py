@@ -159,8 +159,8 @@ def decode_momentum(codes, scale_bits, FAST: tl.constexpr):
 
 
 @triton.jit
-def encode_momentum(m, FAST: tl.constexpr):
-    """fp32 ``[n, 32]`` -> int8 codes, bf16 scales as int16 bits."""
+def encode_momentum(m, dither, FAST: tl.constexpr):
+    """fp32 ``[n, 32]`` and offsets ``[1, 32]`` -> int8 codes, bf16 scales as int16 bits."""
     bits = m.to(tl.int32, bitcast=True)
     magnitude = bits & MAGNITUDE_MASK
     peak = group_peak(magnitude)
@@ -171,9 +171,11 @@ def encode_momentum(m, FAST: tl.constexpr):
     scale_bits = tl.where(empty, 0, tl.where(lost, 0x7FC0, rounded))
     # Over infinity every element has the code 0.
     s = (tl.where(empty | lost, 0x7F80, rounded) << 16).to(tl.float32, bitcast=True)[:, None]
-    # Halves away from zero. |m| exceeds s by at most 2^-8 of it, so the code never exceeds 127.
-    half = ((bits & -0x80000000) | 0x3F000000).to(tl.float32, bitcast=True)
-    code = (divide(m, s + magnitude.to(tl.float32, bitcast=True), FAST) * TWICE_MOMENTUM_CODES + half).to(tl.int32)
+    # Away from zero by the offset, then cut towards it. |m| may exceed s by 2^-8 of it.
+    away = ((bits & -0x80000000) | dither.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    code = divide(m, s + magnitude.to(tl.float32, bitcast=True), FAST) * TWICE_MOMENTUM_CODES + away
+    code = tl.maximum(code, -127.0, propagate_nan=tl.PropagateNan.ALL)  # the NaN of a lost group becomes 0
+    code = tl.minimum(code, 127.0, propagate_nan=tl.PropagateNan.ALL).to(tl.int32)
     return low_bytes(code, FAST), scale_bits.to(tl.int16)
 
 
@@ -186,7 +188,7 @@ def decode_variance(codes, scale, FAST: tl.constexpr):
 
 @triton.jit
 def encode_variance(v, dither, FAST: tl.constexpr):
-    """fp32 ``[n, 32]`` and offsets ``[1, 32]`` or a number -> uint8 codes, fp32 scales. tl.sqrt flushes subnormals."""
+    """fp32 ``[n, 32]`` and offsets ``[1, 32]`` -> uint8 codes, fp32 scales. tl.sqrt flushes subnormals."""
     r = tl.sqrt(v)  # never negative, never -0
     peak = group_peak(r.to(tl.int32, bitcast=True))
     lost = peak >= FP32_INF

@@ -288,7 +288,7 @@ def store_moments(
     group = tl.arange(0, TILE_GROUPS)
     if MOMENTS >= 1:
         if QUANTIZED:
-            m, m_scale = encode_momentum(m, FAST)
+            m, m_scale = encode_momentum(m, dither, FAST)
             store(m_scale_ptr, group, m_scale, group_mask, MASKED)
         store(m_ptr, offsets, m, mask, MASKED)
     if MOMENTS >= 2:
@@ -367,7 +367,7 @@ def step_kernel(
     )
     step_scalars = load_scalars(s)
     grad_factor = tl.load(s + GRAD_FACTOR_COL)
-    dither = 0.5
+    dither = tl.full((1, GROUP), 0.5, tl.float32)
     if DITHER:
         dither = dither_offsets(tl.load(s + DITHER_BASE_COL).to(tl.int32, bitcast=True), tl.arange(0, GROUP))[None, :]
     elements = tl.load(row + ROW_COL)

@@ -6,7 +6,7 @@ element gets a NaN scale, so that the whole group reads NaN from then on; a grou
 0 and reads exact zeros.
 
 Companding the moments is FlashOptim's (arXiv 2602.23349, section 3.2). The bf16 and fp32 scales, the floor of one code
-for the variance and its dither are this library's own (DESIGN 1.2, with the measurements that led to them).
+for the variance and the dither are this library's own (DESIGN 1.2, with the measurements that led to them).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 GROUP = 32
 MOMENTUM_CODES = 127
 VARIANCE_CODES = 255
-# A step without a gradient moves a variance code c by (1 - sqrt(beta2)) * c: nearest rounding holds codes up to half its
-# inverse, 5 of 255 at this beta2, 10 at 0.9, 20 at 0.95 (docs/quality.md has what that does to training).
+# A step without a gradient moves a variance code c by (1 - sqrt(beta2)) * c: nearest rounding holds codes up to half
+# the inverse, 5 of 255 at this beta2, 10 at 0.9, 20 at 0.95 (docs/decisions.md has what follows from that). Adam's
+# momentum takes the dither with its variance: held at a small code beside a variance that decays, it drifts for ever.
 DITHER_ABOVE_BETA2 = 0.8
 
 # A momentum scale lies in [2^-126, 2^125), where every GPU's fast division is right: below it the group is 0, above it
@@ -33,14 +34,15 @@ DITHER_STEP = 2654435769
 DITHER_LANE = 3242174889
 
 
-def encode_momentum(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode momentum, ``code = round(127 * phi(m / s))`` with ``phi(x) = 2 x / (1 + |x|)`` and ``s = max |m|``.
+def encode_momentum(m: Tensor, dither: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
+    """Encode momentum, ``|code| = floor(127 * phi(|m| / s) + dither)``, ``phi(x) = 2 x / (1 + x)`` and ``s = max |m|``.
 
     Args:
         m: fp32 ``[..., 32]``.
+        dither: 0.5 (nearest rounding, halves away from zero) or an fp32 tensor ``[32]`` from :func:`dither_offsets`.
 
     Returns:
-        int8 codes ``[..., 32]`` in [-127, 127] and bf16 scales ``[...]``. Halves round away from zero.
+        int8 codes ``[..., 32]`` in [-127, 127], with the sign of m, and bf16 scales ``[...]``.
 
     Source: FlashOptim, arXiv 2602.23349, section 3.2 (softsign companding of the momentum); scale by DESIGN 1.2.
     """
@@ -49,9 +51,8 @@ def encode_momentum(m: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(scale < SMALLEST_NORMAL, 0.0, scale)
     scale = torch.where(_all_finite(size) & (scale < MOMENTUM_SCALE_LIMIT), scale, torch.nan)
     s = scale.to(torch.float32).unsqueeze(-1)
-    # 127 * phi(m / s), with the two divisions folded into one. |m| exceeds s by at most 2^-8 of it, so that the code
-    # stays below 128 without a clamp.
-    code = (size / (s + size) * (2.0 * MOMENTUM_CODES) + 0.5).floor_()
+    # 127 * phi(m / s), with the two divisions folded into one. |m| may exceed s by 2^-8 of it.
+    code = (size / (s + size) * (2.0 * MOMENTUM_CODES) + dither).clamp_(max=float(MOMENTUM_CODES)).floor_()
     code = torch.where(s > 0, code, 0.0)
     return torch.where(m < 0, -code, code).to(MOMENTUM_CODE_DTYPE), scale
 

@@ -241,18 +241,23 @@ def test_s5_needs_the_dither_from_0_9_on(beta2, ratio):
 
 
 @pytest.mark.parametrize("beta2", [0.999, 0.95, 0.5])
-def test_the_step_rounds_the_variance_with_the_dither_of_its_step(beta2):
+def test_the_step_rounds_both_moments_with_the_dither_of_its_step(beta2):
     p = torch.nn.Parameter(torch.zeros(64, 32))
     opt = adamw(p, betas=(0.9, beta2))
-    v = torch.zeros(64, 32)
+    m = v = torch.zeros(64, 32)
     for t in (1, 2, 3):
         p.grad = normal((64, 32), t)
         v = beta2 * v + (1.0 - beta2) * (p.grad * p.grad)
-        codes, scales = encode_variance(v, dither_offsets(t) if beta2 > DITHER_ABOVE_BETA2 else 0.5)
+        m = 0.9 * m + (1.0 - 0.9) * p.grad
+        dither = dither_offsets(t) if beta2 > DITHER_ABOVE_BETA2 else 0.5
+        momentum_codes, momentum_scales = encode_momentum(m, dither)
+        codes, scales = encode_variance(v, dither)
         opt.step()
+        assert torch.equal(opt.state[p]["exp_avg"], momentum_codes)
+        assert torch.equal(opt.state[p]["exp_avg_scale"].flatten(), momentum_scales)
         assert torch.equal(opt.state[p]["exp_avg_sq"], codes)
         assert torch.equal(opt.state[p]["exp_avg_sq_scale"].flatten(), scales)
-        v = decode_variance(codes, scales)
+        m, v = decode_momentum(momentum_codes, momentum_scales), decode_variance(codes, scales)
 
 
 def test_a_nan_gradient_reaches_its_group_and_no_other():

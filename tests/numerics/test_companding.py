@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -43,14 +45,16 @@ def check_codes(codes: Tensor, position: np.ndarray, offset: float | np.ndarray,
 
 @over_magnitudes
 @pytest.mark.parametrize("data", [normal, uneven], ids=["normal", "uneven"])
-def test_momentum_codes_against_float64(magnitude, data):
+@pytest.mark.parametrize("step", [None, 1, 777])
+def test_momentum_codes_against_float64(magnitude, data, step):
     m = data((GROUPS, GROUP), 0) * magnitude
-    codes, scale = encode_momentum(m)
+    codes, scale = encode_momentum(m, 0.5 if step is None else dither_offsets(step))
     assert (codes.dtype, codes.shape) == (torch.int8, (GROUPS, GROUP))
     assert (scale.dtype, scale.shape) == (torch.bfloat16, (GROUPS,))
     position, s = reference.momentum_position(numpy64(m))
     np.testing.assert_array_equal(numpy64(scale), s)
-    check_codes(codes.abs(), np.abs(position), 0.5, low=0, high=127)
+    offset = 0.5 if step is None else np.array([reference.dither(step, lane) for lane in range(GROUP)])
+    check_codes(codes.abs(), np.abs(position), offset, low=0, high=127)
     assert bool(((codes.sign() == m.sign()) | (codes == 0)).all())
 
 
@@ -257,6 +261,24 @@ def test_a_dithered_code_is_right_in_the_mean():
     assert float((mean - torch.from_numpy(position[0, 1:])).abs().max()) < 2e-3
     nearest = encode_variance(v)[0][0, 1:].double()
     assert float((nearest - torch.from_numpy(position[0, 1:])).abs().max()) > 0.09
+
+
+def test_a_dithered_momentum_code_is_right_in_the_mean():
+    m = torch.linspace(0.0, 0.1, GROUP)[None] * (-1.0) ** torch.arange(GROUP)
+    m[0, 0] = 1.0
+    codes = torch.stack([encode_momentum(m, dither_offsets(t))[0][0] for t in range(1, 2001)])
+    position, _ = reference.momentum_position(numpy64(m))
+    assert float((codes.double().mean(0) - torch.from_numpy(position[0])).abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("peak", [1.0, 1 + 2**-8, -(1 + 2**-8)])
+def test_the_largest_offset_leaves_momentum_codes_in_range(peak):
+    """A peak that was rounded down to its scale lies at 127.25: nearly a whole code more would be 128."""
+    m = torch.zeros(1, GROUP)
+    m[0, 5] = peak
+    codes, scale = encode_momentum(m, torch.full((GROUP,), 1 - 2**-24))
+    assert float(scale) == 1.0
+    assert codes[0].tolist() == [0] * 5 + [math.copysign(127, peak)] + [0] * 26
 
 
 def assert_same_scale(found: torch.Tensor, expected: torch.Tensor) -> None:
