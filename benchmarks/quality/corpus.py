@@ -4,7 +4,7 @@ Files are deduplicated by their content and split by file, so that no file of th
 The tokenizer is a byte-level BPE trained on the training part. Which packages are installed decides what the tokens
 are: a result names the checksum of the file that it used.
 
-Usage: python -m benchmarks.quality.corpus [OUT.npz] [--train-tokens N] [--val-tokens N]
+Usage: python -m benchmarks.quality.corpus [OUT.npz.xz] [--train-tokens N] [--val-tokens N]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-DEFAULT_PATH = Path(".quality/tokens.npz")
+DEFAULT_PATH = Path(".quality/tokens.npz.xz")
 VOCAB_SIZE = 16384
 END_OF_FILE = VOCAB_SIZE - 1
 SHORTEST, LONGEST = 200, 200_000  # characters: below are empty packages, above tables that a program wrote

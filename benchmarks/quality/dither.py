@@ -22,7 +22,7 @@ from benchmarks.quality.schemes import SCHEMES
 BETA1, EPS = 0.9, 1e-12
 GROUPS, WIDTH = 64, 32
 BETA2 = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
-ROUNDINGS = ("flashdist_nearest", "flashdist", "flashdist_both")
+ROUNDINGS = ("flashdist_nearest", "flashdist_variance", "flashdist")
 Gradient = Callable[[int, Tensor], Tensor]  # step, standard normal numbers -> the gradient
 
 

@@ -49,13 +49,9 @@ def our_momentum(m: Tensor, step: int) -> Tensor:
 
 
 def our_momentum_dithered(m: Tensor, step: int) -> Tensor:
-    """The same with the variance's dither, which DESIGN 1.2 asks to be tried on Adam's momentum."""
-    groups = _rows(m, companding.GROUP)
-    size = groups.abs()
-    scale = size.amax(dim=-1, keepdim=True).to(torch.bfloat16).to(torch.float32)
-    code = torch.where(scale > 0, size / (scale + size) * (2.0 * companding.MOMENTUM_CODES), 0.0)
-    code = (code + companding.dither_offsets(step, m.device)).floor_().clamp_(max=companding.MOMENTUM_CODES)
-    return torch.copysign(code / (2.0 * companding.MOMENTUM_CODES - code) * scale, groups).view_as(m)
+    """The same, dithered."""
+    codes, scale = companding.encode_momentum(_rows(m, companding.GROUP), companding.dither_offsets(step, m.device))
+    return companding.decode_momentum(codes, scale).view_as(m)
 
 
 def our_variance_nearest(v: Tensor, step: int) -> Tensor:
@@ -143,9 +139,9 @@ def dynamic_variance(v: Tensor, step: int) -> Tensor:
 
 SCHEMES: dict[str, Scheme] = {
     "exact": Scheme(keep, keep, "fp32"),
-    "flashdist": Scheme(our_momentum, our_variance_dithered, "DESIGN 1.2"),
-    "flashdist_nearest": Scheme(our_momentum, our_variance_nearest, "DESIGN 1.2 without the dither"),
-    "flashdist_both": Scheme(our_momentum_dithered, our_variance_dithered, "DESIGN 1.2, both moments dithered"),
+    "flashdist": Scheme(our_momentum_dithered, our_variance_dithered, "this library, beta2 above 0.8"),
+    "flashdist_nearest": Scheme(our_momentum, our_variance_nearest, "this library, beta2 up to 0.8"),
+    "flashdist_variance": Scheme(our_momentum, our_variance_dithered, "the dither on the variance alone"),
     "flashoptim": Scheme(published_momentum, published_variance, "arXiv 2602.23349, section 3.2"),
     "dynamic256": Scheme(dynamic_momentum, dynamic_variance, "arXiv 2110.02861, as in bitsandbytes and torchao"),
     "linear8": Scheme(linear_momentum, linear_variance, "companding off"),

@@ -48,8 +48,8 @@ TABLE: dict[str, Row] = {
     "case 26 equal scales, lr": Row(0.03, "case 26: what a step may exceed exact's by after gradients stop"),
     "case 26 lognormal scales, lr": Row(
         0.7,
-        "case 26: the same, where neighbours differ by e. It asks for 0.6: 0.26 to 0.50 by seed with a momentum rounded "
-        "to nearest, which then sticks at a code and drifts without end; 0.31 to 0.63 with a dithered one, which dies",
+        "case 26: the same, where neighbours differ by e. It asks for 0.6: 0.26 to 0.50 by seed with a momentum rounded"
+        " to nearest, which then sticks at a code and drifts without end; 0.31 to 0.63 with a dithered one, which dies",
     ),
     "case 27 decay, relative": Row(1e-4, "case 27: w = 1, lr * wd = 1e-6, 10,000 steps"),
     # The Triton kernel against the eager backend, one step from the same state.
