@@ -2,6 +2,7 @@
 
 from flashdist.algorithms import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashdist.optimizer import FlashOptimizer, NumericsError
+from flashdist.integrations import deepspeed as _deepspeed
 from flashdist.precision import cast_model
 from flashdist.sharding.gradient_release import enable_gradient_release
 from flashdist.version import __version__
@@ -18,3 +19,6 @@ __all__ = [
     "cast_model",
     "enable_gradient_release",
 ]
+
+# Their names on torch.optim, for DeepSpeed's JSON; no DeepSpeed is imported.
+_deepspeed.install()
