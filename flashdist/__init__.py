@@ -1,8 +1,8 @@
 """PyTorch optimizers that keep a weight in BF16 plus one INT8 byte, momentum and variance in 8 bits."""
 
 from flashdist.algorithms import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
-from flashdist.optimizer import FlashOptimizer, NumericsError
 from flashdist.integrations import deepspeed as _deepspeed
+from flashdist.optimizer import FlashOptimizer, NumericsError
 from flashdist.precision import cast_model
 from flashdist.sharding.gradient_release import enable_gradient_release
 from flashdist.version import __version__

@@ -10,9 +10,10 @@ from flashdist.optimizer import FlashOptimizer
 
 _COST = (
     "flashdist does not know the internals of this release of DeepSpeed ({error}). Training goes on with DeepSpeed's "
-    "own bf16 clone of the weights and with states whose groups are not known: at ZeRO stage {stage} on N ranks this costs "
-    "(2 + 6.8)/N bytes a parameter more for AdamW (the clone; fp32 moments and a 16-bit correction), and converted "
-    "checkpoints hold bf16 values. Use a release of DeepSpeed that is named in docs/deepspeed.md, or a newer flashdist."
+    "own bf16 clone of the weights and with states whose groups are not known: at ZeRO stage {stage} on N ranks this "
+    "costs (2 + 6.8)/N bytes a parameter more for AdamW (the clone; fp32 moments and a 16-bit correction), and "
+    "converted checkpoints hold bf16 values. Use a release of DeepSpeed that is named in docs/deepspeed.md, or a newer "
+    "flashdist."
 )
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import flashdist  # noqa: F401 - DeepSpeed finds its optimizers by name
+
 
 class Net(nn.Module):
     """By default of odd sizes: rows that are and are not multiples of 32, 1-D parameters, a tiny row."""
@@ -53,6 +55,8 @@ def deepspeed_on_this_group() -> Iterator[Any]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Counters that must agree over the ranks, of which not all took part in every job before.
     Init.param_id = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    # Stage 3 puts another linear function in torch's place, in which gradients come in another order.
+    linear = nn.functional.linear
     before = {k: v for k, v in vars(groups).items() if k.startswith("_") and k.isupper()}
     before = {k: dict(v) if isinstance(v, dict) else v for k, v in before.items()}
     try:
@@ -60,6 +64,7 @@ def deepspeed_on_this_group() -> Iterator[Any]:
         yield deepspeed
     finally:
         comm.cdb = None
+        nn.functional.linear = linear
         for key, value in before.items():
             setattr(groups, key, value)
         gc.collect()
@@ -176,10 +181,10 @@ def weights(deepspeed: Any, engine: Any) -> dict[str, Tensor]:
 
 
 def packed_states(engine: Any) -> list[dict[str, Tensor]]:
-    """Copies of all state buffers of this rank, and of the partitions."""
+    """Copies of all state buffers of this rank, and of the partitions without DeepSpeed's padding."""
     opt = engine.basic_optimizer
     return [
-        {"weight": packed.weight.clone(), "steps": packed.steps.clone()}
+        {"weight": torch.cat([packed.weight_of(i) for i in range(len(packed.segments))]), "steps": packed.steps.clone()}
         | {name: buffer.clone() for name, buffer in packed.buffers.items()}
         for packed in opt.states()
     ]
