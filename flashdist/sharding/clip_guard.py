@@ -1,11 +1,13 @@
 """torch's clip_grad_norm_ finds no gradients under gradient release, and would report a norm of 0 and clip nothing.
 
 So while a release is active, the function that torch's ``clip_grad_norm_`` ends in is replaced by one that raises for
-released parameters and calls the original for all others. The last handle that is removed puts the original back.
+released parameters and calls the original for all others (and for a norm of inf, which clips nothing). The last handle
+that is removed puts the original back.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -34,12 +36,13 @@ class ClipGuard:
         self.original = original
         self.releases: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __call__(self, parameters: Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, parameters: Iterable[Tensor], max_norm: float, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for release in self.releases:
+        # Hugging Face's Trainer clips to inf where it only wants to log the norm.
+        for release in self.releases if float(max_norm) < math.inf else ():
             if any(release.owns(p) for p in parameters):
                 release.refuse_clipping()
-        return self.original(parameters, *args, **kwargs)
+        return self.original(parameters, max_norm, *args, **kwargs)
 
 
 def guard_clipping(release: Releasing) -> None:
