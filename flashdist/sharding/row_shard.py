@@ -72,7 +72,7 @@ class RowShard(torch.Tensor):
 
     def like(self, local: Tensor, shape: Sequence[int]) -> RowShard:
         """The same rows of another tensor, whose leading dimensions are these."""
-        return RowShard(local, shape, self._rows, self._group)
+        return RowShard(local, shape, self.rows, self._place.group)
 
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank. A collective call."""
@@ -89,11 +89,8 @@ class RowShard(torch.Tensor):
             "torch.distributed.checkpoint, or pickle full_state_dict(optimizer), which all ranks have to call."
         )
 
-    def _with(self, local: Tensor) -> RowShard:
-        return RowShard(local, self.shape, self.rows, self._place.group)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> RowShard:
-        copy = self._with(self._local.clone())
+        copy = self.like(self._local.clone(), self.shape)
         memo[id(self)] = copy
         return copy
 
@@ -113,7 +110,7 @@ class RowShard(torch.Tensor):
             )
         result = func(*(a._local if isinstance(a, RowShard) else a for a in args), **(kwargs or {}))
         # What is written in place stays the shard that it is.
-        return shards[0] if result is shards[0]._local else shards[0]._with(result)
+        return shards[0] if result is shards[0]._local else shards[0].like(result, shards[0].shape)
 
     # The protocol of torch.distributed.checkpoint (planner_helpers.py).
 

@@ -89,7 +89,7 @@ def trained(zero, rank, ranks):
         scaler.step(opt)
         scaler.update()
         schedule.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return model, opt, losses
 
 
