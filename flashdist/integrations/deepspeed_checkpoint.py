@@ -40,11 +40,19 @@ def reading_codes() -> Iterator[None]:
 
 
 def payload(opt: FlashOptimizer, packed: Packed, numel: int) -> Payload:
-    """A partition as it is saved; ``numel`` of its elements count for DeepSpeed's tools."""
+    """A partition as it is saved.
+
+    Args:
+        opt: the optimizer.
+        packed: its state of the partition.
+        numel: how many elements of it are no padding: those of the master weights that DeepSpeed's tools expect. (Of
+            moments they expect all, and take the padding off themselves.)
+    """
     return {
         "format": FORMAT,
         "optimizer": type(opt).__name__,
         "moments": packed.moments,
+        "numel": packed.weight.numel(),
         # A copy: as a view it would be saved with the whole flat buffer around it.
         "weight": packed.weight[:numel].clone(),
         "segments": [(s.name, s.shape, s.start, s.length, s.offset, s.grouped) for s in packed.segments],
@@ -88,12 +96,12 @@ def rebuild_master(saved: Payload) -> Tensor | None:
 
 def rebuild_moment(saved: Payload, key: str) -> Tensor | None:
     """fp32 values of a moment, decoded."""
-    return None if _CODES.get() else unpack(saved).read(0, saved["weight"].numel(), key)
+    return None if _CODES.get() else unpack(saved).read(0, saved["numel"], key)
 
 
 def rebuild_zeros(saved: Payload) -> Tensor | None:
     """Stands for a moment that DeepSpeed's tools read and the optimizer does not have."""
-    return None if _CODES.get() else torch.zeros(1).expand(saved["weight"].numel())
+    return None if _CODES.get() else torch.zeros(1).expand(saved["numel"])
 
 
 def rebuild_raw(saved: list[Payload]) -> list[Payload] | None:

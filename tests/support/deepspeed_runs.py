@@ -194,3 +194,18 @@ def equal_states(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -
     return len(one) == len(other) and all(
         a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(one, other, strict=True)
     )
+
+
+MOMENTS = {"FlashAdamW": ("exp_avg", "exp_avg_sq"), "FlashLion": ("exp_avg",), "FlashSGD": ("momentum_buffer",)}
+
+
+def snapshot(engine: Any) -> dict[str, dict[str, Tensor]]:
+    """fp32 master weights and moments of all parameters, as DeepSpeed's own functions give them."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    keys = MOMENTS[type(engine.basic_optimizer).__name__]
+    found = {}
+    for name, p in engine.module.named_parameters():
+        found[name] = {"fp32": safe_get_full_fp32_param(p).clone()}
+        found[name] |= {key: safe_get_full_optimizer_state(p, key).clone() for key in keys}
+    return found
