@@ -10,11 +10,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flashdist import plan_tables, planner
 from flashdist.checkpoint.describe import describe, tables
 from flashdist.checkpoint.folder import find
 from flashdist.checkpoint.manifest import read_manifest
 from flashdist.checkpoint.ranks import CheckpointError
 from flashdist.checkpoint.reading import check_files
+from flashdist.model_shapes import model_shape
 
 app = typer.Typer(
     name="flashdist",
@@ -53,6 +55,34 @@ def verify(path: _CheckpointPath, quiet: Annotated[bool, typer.Option("--quiet",
     if not quiet:
         size = sum(record.bytes for record in manifest.files.values())
         print(f"{folder}: {len(manifest.files)} files, {size:,} bytes, all checksums fit")
+
+
+@app.command(epilog="Example: flashdist plan --model llama-3.1-8b --gpu-memory 48 --release --compare")
+def plan(
+    model: Annotated[str, typer.Option(help="llama-3.1-8b, a config.json or its folder, or params=7e9")],
+    gpus: Annotated[int, typer.Option(help="number of GPUs")] = 1,
+    gpu_memory: Annotated[float, typer.Option(help="memory of each, GB")] = 80.0,
+    strategy: Annotated[str | None, typer.Option(help=", ".join(planner.STRATEGIES), show_default="by gpus")] = None,
+    optimizer: Annotated[str, typer.Option(help=", ".join(planner.RULES))] = "adamw",
+    micro_batch: Annotated[int, typer.Option(help="sequences a GPU takes at a time")] = 1,
+    seq: Annotated[int, typer.Option(help="tokens in a sequence")] = 4096,
+    checkpointing: Annotated[bool, typer.Option(help="recompute layers in the backward pass")] = True,
+    chunked_loss: Annotated[bool, typer.Option(help="never hold all logits")] = True,
+    release: Annotated[bool, typer.Option("--release", help="gradient release")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="beside other optimizers")] = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Memory of training a model, by kind and rank, and whether it fits. Weights and states are exact."""
+    setting = planner.Setting(
+        gpus=gpus, gpu_memory=gpu_memory, strategy=strategy or ("fsdp2" if gpus > 1 else "single"),
+        optimizer=optimizer, micro_batch=micro_batch, seq=seq, checkpointing=checkpointing,
+        chunked_loss=chunked_loss, release=release,
+    )  # fmt: skip
+    found = planner.report(model_shape(model), setting, compare)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        plan_tables.show(found, Console())
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -49,3 +50,22 @@ def backend(request: pytest.FixtureRequest) -> BackendUnderTest:
 def triton_backend() -> BackendUnderTest:
     """The Triton backend alone: compiled where there is a GPU, interpreted elsewhere."""
     return BACKENDS["triton"]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command line in this process; its exit status, stdout and stderr."""
+
+    from flashdist import cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["flashdist", *map(str, arguments)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            status = ended.code or 0
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run

@@ -9,25 +9,8 @@ import sys
 
 import pytest
 
-from flashdist import checkpoint, cli
+from flashdist import checkpoint
 from tests.checkpoint.test_contents import make
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run a command line in this process; its exit status, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["flashdist", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            status = ended.code or 0
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

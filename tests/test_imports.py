@@ -34,7 +34,9 @@ LAYERS: list[set[str]] = [
     {"flashdist.checkpoint"},
     {"flashdist.integrations"},
     {"flashdist"},  # the public names
+    {"flashdist.model_shapes"},
     {"flashdist.planner"},
+    {"flashdist.plan_tables"},
     {"flashdist.cli"},
     {"flashdist.__main__"},
 ]
@@ -50,7 +52,7 @@ NEVER = [
 OPTIONAL = {
     "triton": ("flashdist.kernels.triton_",),
     "deepspeed": ("flashdist.integrations.",),
-    "transformers": ("flashdist.integrations.", "flashdist.checkpoint.", "flashdist.planner"),
+    "transformers": ("flashdist.integrations.", "flashdist.checkpoint.", "flashdist.model_shapes"),
     "accelerate": ("flashdist.integrations.",),
     "safetensors": ("flashdist.checkpoint.",),
     "mpi4py": (),
