@@ -1,23 +1,23 @@
-"""Text that every Python installation carries, as bytes, split into training and validation parts.
+"""Texts as documents: those that every Python installation carries, or the files of a folder.
 
-There are two sources: the language reference in `pydoc_data.topics` (English prose, 0.5 MB) and the standard library's
-own modules (some 9 MB of Python, varying with its version). One token is one byte, so there is no tokenizer and the
-vocabulary is 256.
+The bundled text has two sources: the language reference in `pydoc_data.topics` (English prose, 0.5 MB) and the standard
+library's own modules (some 9 MB of Python, varying with its version).
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
+from config import UserError
 
-VOCAB_SIZE = 256
 # Folders of the standard library that are third-party, machine-made tables or present only in some installations.
 LEFT_OUT = {
     "site-packages",
@@ -33,11 +33,18 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """The two parts as one-dimensional uint8 tensors; no document is in both."""
+class Document:
+    """A text that is read when it is needed.
 
-    train: Tensor
-    validation: Tensor
+    Attributes:
+        name: the same on every machine; decides the order and what is held out.
+        stamp: changes when the text does (size and time of a file).
+        read: gives the text's bytes.
+    """
+
+    name: str
+    stamp: str
+    read: Callable[[], bytes]
 
 
 def prose() -> dict[str, bytes]:
@@ -46,47 +53,63 @@ def prose() -> dict[str, bytes]:
     return {f"topic:{name}": text.encode() for name, text in topics.items()}
 
 
-def sources() -> dict[str, bytes]:
+def sources() -> dict[str, Path]:
     """The standard library's modules, by their path inside it."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    return {path.as_posix(): (root / path).read_bytes() for path in paths if LEFT_OUT.isdisjoint(path.parts)}
+    return {path.as_posix(): root / path for path in paths if LEFT_OUT.isdisjoint(path.parts)}
 
 
-def load_corpus(documents: dict[str, bytes] | None = None, *, validation_share: int = 10) -> Corpus:
-    """Builds the corpus; one document in `validation_share` goes to validation, chosen by its name alone.
+def bundled() -> list[Document]:
+    """The text that comes with Python, sorted by name."""
+    documents = [Document(name, sys.version, partial(bytes, text)) for name, text in prose().items()]
+    documents += [_of_file(name, path) for name, path in sources().items()]
+    return sorted(documents, key=lambda document: document.name)
 
-    Arguments:
-        documents: texts by name; None takes `prose()` and `sources()`.
-        validation_share: 10 means about a tenth of the documents.
-    Returns:
-        The corpus, the same on every call.
+
+def in_folder(folder: Path, pattern: str = "*") -> list[Document]:
+    """The files below a folder whose names fit a shell pattern, sorted by name; hidden and empty ones are left out.
+
+    Raises:
+        UserError: no folder, one that cannot be read, or no such file in it.
     """
-    if documents is None:
-        documents = prose() | sources()
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
-    for name in sorted(documents):
-        # A checksum, because Python's own hash of a string differs from run to run.
-        held_out = zlib.crc32(name.encode()) % validation_share == 0
-        parts[held_out].append(documents[name])
-    train, validation = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in parts)
-    return Corpus(train, validation)
+    if not folder.is_dir():
+        raise UserError(f"data.folder {folder} is no folder: give one with text files, or null for the bundled text")
+    documents = []
+    try:
+        for parent, folders, files in os.walk(folder, onerror=_raise):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in files:
+                path = Path(parent, name)
+                if not name.startswith(".") and path.match(pattern) and path.is_file() and path.stat().st_size:
+                    documents.append(_of_file(path.relative_to(folder).as_posix(), path))
+    except OSError as error:
+        raise UserError(f"data.folder: {error.filename} cannot be read: {error.strerror}") from error
+    if not documents:
+        raise UserError(
+            f"data.folder {folder} has no text in it (files that fit {pattern!r} and are not empty): put text files "
+            "there, or set data.pattern"
+        )
+    return sorted(documents, key=lambda document: document.name)
 
 
-def batches(tokens: Tensor, *, batch: int, context: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields `steps` pairs of inputs and targets, cut at random places that depend on the seed alone.
+def held_out(name: str, share: int) -> bool:
+    """Whether a document belongs to the evaluation text: about one in `share`, by its name alone."""
+    # A checksum, because Python's own hash of a string differs from run to run.
+    return zlib.crc32(name.encode()) % share == 0
 
-    Arguments:
-        tokens: one part of a corpus.
-        batch, context: B sequences of T tokens a pair.
-    Returns:
-        Pairs of int64 tensors (B, T); the target of a token is the one that follows it.
-    """
-    if len(tokens) <= context:
-        raise ValueError(f"a text of {len(tokens)} tokens is too short for a context of {context}")
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(context + 1)
-    for _ in range(steps):
-        starts = torch.randint(len(tokens) - context, (batch, 1), generator=generator)
-        windows = tokens[starts + offsets].long()  # (B, T + 1)
-        yield windows[:, :-1], windows[:, 1:]
+
+def _of_file(name: str, path: Path) -> Document:
+    status = path.stat()
+    return Document(name, f"{status.st_size} {status.st_mtime_ns}", partial(_read, path))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"data.folder: {path} cannot be read: {error.strerror}") from error
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from curves import smooth
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -24,14 +25,27 @@ REFERENCE_COLOUR, FLASH_COLOUR = "#9aa5b1", "#c2410c"
 
 @dataclass
 class Run:
-    """What one training run left behind."""
+    """What one training run left behind.
+
+    Attributes:
+        name: in the table and the picture.
+        losses: of each step.
+        validation_loss: at the end.
+        bytes_per_parameter: by kind, summed over ranks.
+        ranks: how many there were when the bytes were counted.
+        checkpoint_bytes: of a checkpoint, per parameter.
+        tokens_per_second: the median over the steps on those ranks.
+        resumed_at: the step after which the run was moved to one rank, if it was.
+    """
 
     name: str
     losses: list[float]
     validation_loss: float
     bytes_per_parameter: dict[str, float]
-    seconds: float
+    ranks: int
+    checkpoint_bytes: float
     tokens_per_second: float
+    resumed_at: int | None = None
 
     @property
     def total_bytes(self) -> float:
@@ -46,7 +60,7 @@ def relative_difference(reference: Run, flash: Run) -> float:
 
 def table(reference: Run, flash: Run) -> Table:
     """Bytes per parameter by kind, validation losses and speed, one column a run."""
-    rows = Table(title="Memory kept from step to step, bytes per parameter", title_justify="left")
+    rows = Table(title="Memory kept from step to step, bytes per parameter, all ranks together", title_justify="left")
     rows.add_column("")
     rows.add_column(reference.name, justify="right")
     rows.add_column(flash.name, justify="right")
@@ -58,26 +72,30 @@ def table(reference: Run, flash: Run) -> Table:
         f"{reference.total_bytes:.3f}",
         f"{flash.total_bytes:.3f} ({share:.0%})",
         style="bold",
-        end_section=True,
     )
     rows.add_row(
-        "validation loss",
+        f"on each of {flash.ranks} ranks",
+        f"{reference.total_bytes / reference.ranks:.3f}",
+        f"{flash.total_bytes / flash.ranks:.3f}",
+        end_section=True,
+    )
+    share = flash.checkpoint_bytes / reference.checkpoint_bytes
+    rows.add_row(
+        "checkpoint, bytes per parameter",
+        f"{reference.checkpoint_bytes:.2f}",
+        f"{flash.checkpoint_bytes:.2f} ({share:.0%})",
+    )
+    rows.add_row(
+        "held-out loss",
         f"{reference.validation_loss:.4f}",
         f"{flash.validation_loss:.4f} ({relative_difference(reference, flash):+.2%})",
     )
-    rows.add_row("seconds", f"{reference.seconds:.0f}", f"{flash.seconds:.0f}")
-    rows.add_row("tokens per second", f"{reference.tokens_per_second:,.0f}", f"{flash.tokens_per_second:,.0f}")
+    rows.add_row(
+        f"tokens per second, {flash.ranks} ranks",
+        f"{reference.tokens_per_second:,.0f}",
+        f"{flash.tokens_per_second:,.0f}",
+    )
     return rows
-
-
-def smooth(values: list[float], weight: float = 0.95) -> list[float]:
-    """An exponential moving average, divided by the sum of its weights so that it starts at the first value."""
-    averages, total, norm = [], 0.0, 0.0
-    for value in values:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        averages.append(total / norm)
-    return averages
 
 
 def plot(reference: Run, flash: Run, path: Path) -> None:
@@ -98,8 +116,14 @@ def plot(reference: Run, flash: Run, path: Path) -> None:
 def _plot_losses(axes: Axes, reference: Run, flash: Run) -> None:
     # The reference is wide and light, so that both curves can be seen where they coincide.
     for run, colour, width in ((reference, REFERENCE_COLOUR, 7.0), (flash, FLASH_COLOUR, 1.8)):
-        label = f"{run.name}: validation loss {run.validation_loss:.3f}"
-        axes.plot(smooth(run.losses), color=colour, linewidth=width, label=label)
+        label = f"{run.name}: held-out loss {run.validation_loss:.3f}"
+        steps = range(1, len(run.losses) + 1)
+        axes.plot(steps, smooth(run.losses), color=colour, linewidth=width, label=label)
+        if run.resumed_at is not None:
+            axes.axvline(run.resumed_at, color=colour, linewidth=1, linestyle=":")
+            note = f"saved on {run.ranks} ranks,\nresumed on 1"
+            place = (run.resumed_at, 0.7)
+            axes.annotate(note, place, (6, 0), xycoords=axes.get_xaxis_transform(), textcoords="offset points")
     axes.set_title("Same first weights, same batches", loc="left", fontweight="bold")
     axes.set_ylabel("training loss, smoothed (nats per byte)")
     axes.legend(frameon=False, loc="upper right")
@@ -112,7 +136,7 @@ def _plot_difference(axes: Axes, reference: Run, flash: Run) -> None:
     difference = [100 * (b / a - 1) for a, b in pairs]
     limit = max(1.0, 1.2 * max(map(abs, difference)))
     axes.axhline(0, color=REFERENCE_COLOUR, linewidth=2)
-    axes.plot(difference, color=FLASH_COLOUR, linewidth=1.8)
+    axes.plot(range(1, len(difference) + 1), difference, color=FLASH_COLOUR, linewidth=1.8)
     axes.set_ylim(-limit, limit)
     axes.set_ylabel("difference (%)")
     axes.set_xlabel("step")
@@ -134,7 +158,7 @@ def _plot_memory(axes: Axes, runs: list[Run]) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for place, run in enumerate(runs):
         axes.text(place, run.total_bytes + 0.2, f"{run.total_bytes:.2f}", ha="center", fontweight="bold", fontsize=13)
-    axes.set_title("Memory kept from step to step", loc="left", fontweight="bold")
+    axes.set_title("Memory kept from step to step, all ranks", loc="left", fontweight="bold")
     axes.set_ylabel("bytes per parameter")
     axes.set_ylim(0, 1.12 * max(bottoms))
     handles, labels = axes.get_legend_handles_labels()

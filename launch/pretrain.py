@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from config import EXIT_CODE, UserError, load
 from curves import draw
-from documents import bundled, in_folder
+from data import bundled, in_folder
 from metrics import read_metrics
 from model import GPT, GPTConfig
 from pretrain_config import PretrainConfig

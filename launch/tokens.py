@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from config import UserError
-from documents import Document, held_out
+from data import Document, held_out
 
 FORMAT = 1
 END = "<|endoftext|>"
@@ -60,7 +60,7 @@ class Encoder(Protocol):
 
     vocab_size: int
 
-    def encode(self, texts: Sequence[bytes]) -> list[list[int]]: ...
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray[Any, Any]]: ...
 
 
 class ByteEncoder:
@@ -68,9 +68,9 @@ class ByteEncoder:
 
     vocab_size = 257
 
-    def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray[Any, Any]]:
         """The ids of each text."""
-        return [[*text, 256] for text in texts]
+        return [np.append(np.frombuffer(text, np.uint8).astype(np.uint16), np.uint16(256)) for text in texts]
 
 
 class LibraryEncoder:
@@ -85,11 +85,11 @@ class LibraryEncoder:
             raise UserError(f"data.tokenizer has no end mark: add {END!r} to its special tokens")
         self.end: int = known[0]
 
-    def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray[Any, Any]]:
         """The ids of each text."""
         decoded = [text.decode("utf-8", errors="replace") for text in texts]
         encodings = self.tokenizer.encode_batch(decoded, add_special_tokens=False)
-        return [[*encoding.ids, self.end] for encoding in encodings]
+        return [np.array([*encoding.ids, self.end]) for encoding in encodings]
 
 
 def prepare(
@@ -159,7 +159,7 @@ def _build(folder: Path, documents: Sequence[Document], tokenizer: str, vocab_si
         with open(folder / f"{part}.bin", "wb") as file:
             for texts in _chunks(_texts_of(part, documents, out if by_document else None, share)):
                 for ids in encoder.encode(texts):
-                    raw = np.asarray(ids, dtype=dtype).tobytes()
+                    raw = ids.astype(dtype).tobytes()
                     digest.update(raw)
                     file.write(raw)
                     counts[part] += len(ids)

@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-import pytest
-import torch
-from data import VOCAB_SIZE, batches, load_corpus, prose, sources
+import os
 
-DOCUMENTS = {f"document {i}": f"text of document {i};".encode() for i in range(200)}
+import pytest
+from config import UserError
+from data import bundled, held_out, in_folder, prose, sources
 
 
 def test_the_bundled_text_is_large_and_mostly_printable():
-    corpus = load_corpus()
-    assert len(corpus.train) > 4_000_000
-    assert len(corpus.train) > 5 * len(corpus.validation) > 1_000_000
-    assert corpus.train.dtype == torch.uint8
-    assert VOCAB_SIZE == 256
-    printable = (corpus.train == 10) | ((corpus.train >= 32) & (corpus.train < 127))
-    assert printable.double().mean() > 0.98
+    documents = bundled()
+    text = b"".join(document.read() for document in documents)
+    assert len(text) > 4_000_000
+    printable = sum(text.count(bytes([c])) for c in (10, *range(32, 127)))
+    assert printable > 0.98 * len(text)
+    names = [document.name for document in documents]
+    assert names == sorted(set(names))
 
 
 def test_both_sources_are_there_and_no_third_party_package():
@@ -24,50 +24,52 @@ def test_both_sources_are_there_and_no_third_party_package():
     assert not any("site-packages" in name for name in names)
 
 
-def test_every_document_is_whole_and_in_exactly_one_part():
-    corpus = load_corpus(DOCUMENTS)
-    train = bytes(corpus.train.tolist())
-    validation = bytes(corpus.validation.tolist())
-    assert all((text in train) + (text in validation) == 1 for text in DOCUMENTS.values())
-    held_out = sum(text in validation for text in DOCUMENTS.values())
-    assert 10 <= held_out <= 30
+def test_a_folder_is_searched_in_a_fixed_order_without_hidden_and_empty_files(tmp_path):
+    for name in ("b.txt", "a/c.txt", "a.md", ".hidden.txt", ".git/d.txt", "a/empty.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"" if "empty" in name else name.encode())
+    assert [(d.name, d.read()) for d in in_folder(tmp_path, "*.txt")] == [
+        ("a/c.txt", b"a/c.txt"),
+        ("b.txt", b"b.txt"),
+    ]
+    assert len(in_folder(tmp_path)) == 3
 
 
-def test_the_split_does_not_depend_on_the_order_or_on_the_other_documents():
-    whole = load_corpus(DOCUMENTS)
-    turned = load_corpus(dict(reversed(DOCUMENTS.items())))
-    assert torch.equal(whole.train, turned.train)
-    assert torch.equal(whole.validation, turned.validation)
-    half = load_corpus({name: DOCUMENTS[name] for name in list(DOCUMENTS)[::2]})
-    assert bytes(half.validation.tolist()).split(b"\n")[0] in bytes(whole.validation.tolist())
+def test_a_stamp_changes_with_the_file(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("one")
+    before = in_folder(tmp_path)[0].stamp
+    assert in_folder(tmp_path)[0].stamp == before
+    path.write_text("other")
+    assert in_folder(tmp_path)[0].stamp != before
 
 
-def test_targets_are_the_inputs_moved_by_one():
-    text = torch.arange(100, dtype=torch.uint8)
-    for x, y in batches(text, batch=4, context=10, steps=3, seed=0):
-        assert x.shape == y.shape == (4, 10)
-        assert x.dtype == y.dtype == torch.int64
-        assert torch.equal(y, x + 1)
+def test_a_folder_without_text_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data.folder .* is no folder"):
+        in_folder(tmp_path / "none")
+    with pytest.raises(UserError, match="has no text in it"):
+        in_folder(tmp_path)
+    (tmp_path / "a.bin").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"files that fit '\*.txt'"):
+        in_folder(tmp_path, "*.txt")
 
 
-def test_batches_depend_on_the_seed_alone():
-    text = torch.arange(250, dtype=torch.uint8)
-
-    def draw(seed: int) -> list[torch.Tensor]:
-        torch.rand(3)  # the global generator must play no part
-        return [x for x, _ in batches(text, batch=4, context=10, steps=5, seed=seed)]
-
-    first, again, other = draw(0), draw(0), draw(1)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_folder_is_named(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o000)
+    with pytest.raises(UserError, match="closed cannot be read: Permission denied"):
+        in_folder(tmp_path)
 
 
-def test_every_window_can_be_drawn():
-    text = torch.arange(12, dtype=torch.uint8)
-    starts = {int(x[0, 0]) for x, _ in batches(text, batch=1, context=10, steps=50, seed=0)}
-    assert starts == {0, 1}
+def test_an_unreadable_file_is_named(tmp_path):
+    (tmp_path / "a").write_text("text")
+    document = in_folder(tmp_path)[0]
+    (tmp_path / "a").unlink()
+    with pytest.raises(UserError, match="a cannot be read: No such file"):
+        document.read()
 
 
-def test_too_short_a_text_is_refused():
-    with pytest.raises(ValueError, match="10 tokens is too short for a context of 10"):
-        next(batches(torch.zeros(10, dtype=torch.uint8), batch=1, context=10, steps=1, seed=0))
+def test_about_the_asked_share_is_held_out():
+    out = [held_out(f"document {i}", 10) for i in range(1000)]
+    assert 70 <= sum(out) <= 130

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokens
 from config import UserError
-from documents import Document
+from data import Document
 from tokenizers import Tokenizer
 from tokens import END, TokenFiles, open_tokens, prepare
 

@@ -20,7 +20,7 @@ from ranks import Ranks
 TINY = [
     "model.layers=2", "model.heads=2", "model.width=64", "model.context=32", "data.tokenizer=bytes",
     "data.validation_share=4", "train.steps=12", "train.batch=12", "train.micro_batch=2", "train.warmup=3",
-    "optimizer.lr=3e-3", "parallel.threads=1", "parallel.device=cpu", "run.save_every=4", "run.eval_every=0",
+    "optimizer.lr=1e-3", "parallel.threads=1", "parallel.device=cpu", "run.save_every=4", "run.eval_every=0",
     "run.eval_sequences=7",
 ]  # fmt: skip
 

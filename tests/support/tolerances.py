@@ -76,7 +76,8 @@ TABLE: dict[str, Row] = {
         0.3, "rounding borders crossed by an ULP: 0.10 where the eager backend runs with betas one ULP aside"
     ),
     "averaged gradients, training loss, relative": Row(
-        0.01, "gradients that ranks average are rounded to bf16 (2^-9) once more; over 30 steps at a high learning rate"
+        1e-3,
+        "averaged gradients are rounded to bf16 (2^-9 each) once more, in another order; measured 2.4e-4 in 30 steps",
     ),
     "sum of squares, relative": Row(
         1e-6, "17 squares a lane, then trees over lanes and programs: 30 roundings of 2^-24"
