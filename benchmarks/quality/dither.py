@@ -75,6 +75,21 @@ def compare(gradient: Gradient, beta2: float, steps: int) -> dict[str, dict[str,
     return out
 
 
+def stopped(beta2: float, steps: int) -> dict[str, float]:
+    """The mean step in lr, long after the gradients of 31 elements have stopped beside a constant one; exact: 0."""
+    generator = torch.Generator().manual_seed(0)
+    zero = torch.zeros(GROUPS, WIDTH)
+    kept, out = {name: (zero, zero) for name in ROUNDINGS}, {}  # noqa: C420
+    for t in range(1, steps + 1):
+        g = 0.3 * torch.randn(GROUPS, WIDTH, generator=generator) if t < steps // 5 else torch.zeros(GROUPS, WIDTH)
+        g[:, 0] = 1.0
+        for name in ROUNDINGS:
+            m, v = ema(kept[name], g, beta2)
+            out[name] = float((m / (v.sqrt() + EPS))[:, 1:].abs().mean())
+            kept[name] = (SCHEMES[name].momentum(m, t), SCHEMES[name].variance(v, t))
+    return out
+
+
 def ema(moments: tuple[Tensor, Tensor], g: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
     """Adam's moments one step later."""
     m, v = moments
@@ -96,7 +111,7 @@ def main() -> None:
     parser.add_argument("--beta2", type=float, nargs="+", default=BETA2)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {**results.head("dither"), "rows": []}
+    result = {**results.head("dither"), "rows": [], "stopped": []}
     for beta2 in args.beta2:
         time = int(3 / (1 - beta2)) + 100
         for situation, gradient in situations(time).items():
@@ -108,6 +123,8 @@ def main() -> None:
                     f"NMSE {row['update_nmse']:8.4f}  gain {row['gain']:.4f}",
                     flush=True,
                 )
+        for rounding, update in stopped(beta2, 5 * time).items():
+            result["stopped"].append({"beta2": beta2, "rounding": rounding, "update": update})
         results.write(result, args.out)
 
 
