@@ -74,7 +74,9 @@ def drift(steps: int) -> list[dict[str, float]]:
                 "updates below half a step": lost,
                 "on paper, fp32 ULPs": 256 * math.sqrt(steps / 12) if lost < 0.99 else None,
                 "24 bits: error, fp32 ULPs": float(error[24].square().mean().sqrt()) / ulp,
-                "of the way gone": float(error[24].square().mean().sqrt() / (exact[i] - begun[i].double()).abs().mean()),
+                "of the way gone": float(
+                    error[24].square().mean().sqrt() / (exact[i] - begun[i].double()).abs().mean()
+                ),
                 "32 bits: error, fp32 ULPs": float(error[32].square().mean().sqrt()) / ulp,
             }
         )

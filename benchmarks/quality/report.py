@@ -94,8 +94,10 @@ def dither(result: results.Result) -> str:
         )
         for place in places
     ]
-    stopped = {(r["beta2"], r["rounding"]): r["update"] for r in result["stopped"]}
-    stand = [(b, *(stopped[b, name] for name in names)) for b in dict.fromkeys(r["beta2"] for r in result["stopped"])]
+    stopped = {(r["beta2"], r["rounding"]): r["update"] for r in result.get("stopped", [])}
+    stand = [
+        (b, *(stopped[b, name] for name in names)) for b in dict.fromkeys(r["beta2"] for r in result.get("stopped", []))
+    ]
     dead = "Step in lr of elements whose gradients have stopped beside a constant one (exact: 0):\n\n"
     dead += table(("beta2", *names), stand) + "\n\n"
     return dead + "sqrt(v) against exact / NMSE of the update:\n\n" + table(("beta2", "gradients", *names), cells)
