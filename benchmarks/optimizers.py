@@ -31,7 +31,8 @@ class Entry:
         dtype: the type of weights and gradients.
         bytes_moved: bytes per parameter that one step has to read and write.
         hyper: the constructor's arguments.
-        mode: "step", "clip" (clip the global norm, then step) or "graph" (a captured step, replayed).
+        mode: "step", "clip" (clip the global norm, then step), "graph" (a captured step, replayed) or "compiled" (the
+            compiled CPU step; left out on a GPU).
         sets: the parameter sets it is measured on; None means all.
     """
 
@@ -81,6 +82,7 @@ OPTIMIZERS: dict[str, Entry] = {
     "flashdist_adamw_graph": Entry(
         "flashdist:FlashAdamW", "adamw", BF16, TWO_MOMENTS, ADAMW, mode="graph", sets=SMALL_SETS
     ),
+    "flashdist_adamw_compiled": Entry("flashdist:FlashAdamW", "adamw", BF16, TWO_MOMENTS, ADAMW, mode="compiled"),
     "torch_fused_fp32": Entry("torch.optim:AdamW", "adamw", FP32, TORCH_FP32, {**ADAMW, "fused": True}),
     "torch_fused_bf16": Entry("torch.optim:AdamW", "adamw", BF16, TORCH_BF16, {**ADAMW, "fused": True}),
     "torch_foreach_fp32": Entry("torch.optim:AdamW", "adamw", FP32, TORCH_FP32, {**ADAMW, "foreach": True}),
@@ -134,6 +136,8 @@ def step_function(entry: Entry, optimizer: torch.optim.Optimizer) -> Callable[[]
     """What is timed: a callable that makes one step in the entry's mode."""
     if entry.mode == "graph":
         return GraphStep(optimizer)
+    if entry.mode == "compiled":
+        importlib.import_module("flashdist").compile_cpu_step(optimizer)
     if entry.mode == "clip":
 
         def clip_and_step() -> None:

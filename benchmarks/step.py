@@ -163,7 +163,9 @@ def run_all(args: argparse.Namespace, sets: list[str], names: list[str]) -> repo
     for name in names:
         if package := OPTIMIZERS[name].missing():
             skip(name, f"the package {package} is not installed")
-    names = [name for name in names if not OPTIMIZERS[name].missing()]
+        elif args.device == "cuda" and OPTIMIZERS[name].mode == "compiled":
+            skip(name, "it is a step on a CPU")
+    names = [name for name in names if name not in {s["optimizer"] for s in skipped}]
     ours = [name for name in names if OPTIMIZERS[name].ours]
     gate = pass_gate(ours, args) if ours else []
     for result in gate:

@@ -1,6 +1,7 @@
 """PyTorch optimizers that keep a weight in BF16 plus one INT8 byte, momentum and variance in 8 bits."""
 
 from flashdist.algorithms import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
+from flashdist.cpu_step import compile_cpu_step
 from flashdist.integrations import deepspeed as _deepspeed
 from flashdist.optimizer import FlashOptimizer, NumericsError
 from flashdist.precision import cast_model
@@ -17,6 +18,7 @@ __all__ = [
     "NumericsError",
     "__version__",
     "cast_model",
+    "compile_cpu_step",
     "enable_gradient_release",
 ]
 

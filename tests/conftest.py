@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 
 import pytest
@@ -15,10 +16,12 @@ if not CUDA:
 # The tensors here are small. On a busy machine threads that wait for each other made the eager step ten times slower.
 torch.set_num_threads(1)
 
+from flashdist.kernels.cpu_native import COMPILERS  # noqa: E402
 from tests.support.backends import BackendUnderTest  # noqa: E402
 
 BACKENDS = {
     "eager": BackendUnderTest("eager", torch.device("cpu")),
+    "native": BackendUnderTest("native", torch.device("cpu")),
     "triton": BackendUnderTest("triton", torch.device("cuda" if CUDA else "cpu")),
 }
 
@@ -40,7 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(dropped)]
 
 
-@pytest.fixture(params=["eager", "triton"])
+# Continuous integration has a C++ compiler; a machine without one leaves the native backend out.
+COMPILER = any(map(shutil.which, COMPILERS))
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+
+
+@pytest.fixture(params=["eager", "triton", pytest.param("native", marks=needs_compiler)])
 def backend(request: pytest.FixtureRequest) -> BackendUnderTest:
     """Builds optimizers whose steps run in one backend; tensors belong on ``backend.device``."""
     return BACKENDS[request.param]

@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"flashdist.param_state"},
     {"flashdist.state_loading"},
     {"flashdist.optimizer"},
-    {"flashdist.algorithms"},
+    {"flashdist.algorithms", "flashdist.cpu_step"},
     {
         "flashdist.sharding.gradient_release",
         "flashdist.sharding.release_checks",

@@ -43,7 +43,7 @@ class EagerBackend:
     ) -> list[Tensor] | None:
         if inputs.found_inf is not None and bool(inputs.found_inf):
             return None
-        factor = _grad_factor(inputs)
+        factor = grad_factor(inputs)
         largest = max((w.numel() for w in weights), default=0)
         buffers = None if inputs.count_lost else Buffers(min(IN_PLACE_CHUNK, largest))
         lost = []
@@ -56,7 +56,8 @@ class EagerBackend:
         return torch.stack(norms).square().sum()
 
 
-def _grad_factor(inputs: StepInputs) -> float:
+def grad_factor(inputs: StepInputs) -> float:
+    """What the gradients are multiplied by: clip factor over scale, read on the host."""
     factor = 1.0
     if inputs.clip_factor is not None:
         factor *= float(inputs.clip_factor)

@@ -54,7 +54,9 @@ def test_worker_measures_what_torch_holds(tmp_path: Path) -> None:
     assert row["bytes_per_param"] == pytest.approx(8.0, rel=0.01)  # two fp32 moments and a step count a tensor
 
 
-@pytest.mark.parametrize("name", ["flashdist_adamw", "flashdist_lion", "flashdist_sgd", "flashdist_adamw_clip"])
+@pytest.mark.parametrize(
+    "name", ["flashdist_adamw", "flashdist_lion", "flashdist_sgd", "flashdist_adamw_clip", "flashdist_adamw_compiled"]
+)
 def test_worker_measures_ours(name: str, tmp_path: Path) -> None:
     worker.run(name, [name], ["smoke"], "cpu", 3, tmp_path / "out")
     _, row = records(tmp_path / "out")

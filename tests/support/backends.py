@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashdist import FlashOptimizer
+from flashdist import FlashOptimizer, compile_cpu_step
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,6 +31,8 @@ class BackendUnderTest:
             from flashdist.kernels.triton_launch import TritonBackend
 
             opt._backends["cpu"] = TritonBackend()
+        if self.name == "native":
+            compile_cpu_step(opt)
         return opt
 
 
