@@ -214,7 +214,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         # GradScaler sets these two for the time of a step.
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         check_found_inf(found_inf, grads, unscaled=scale is None)
-        grads = local_gradients(params, grads, self._local_gradient, self._partition.whole)
+        grads = local_gradients(params, grads, self._local_gradient, self._partition)
         roster = self._rosters.get(subset)
         formats = [(self._rule(g), g["master_weight_bits"], g["quantize"]) for g in self.param_groups]
         if roster is None or not roster.fits(params, formats, self.state):

@@ -129,14 +129,13 @@ def with_gradients(params: list[Tensor], groups: list[int]) -> tuple[list[Tensor
 
 
 def local_gradients(
-    params: Sequence[Tensor], grads: list[Tensor], local_gradient: LocalGradient, whole: bool
+    params: Sequence[Tensor], grads: list[Tensor], local_gradient: LocalGradient, partition: Partition
 ) -> list[Tensor]:
-    """Local plain gradients in logical order: themselves where that is ``whole``, unless expanded, strided or
-    sharded."""
-    if whole and all_plain(params, grads):
+    """Local plain gradients in logical order; one by one where they are expanded, strided or sharded."""
+    if all_plain(params, grads):
         try:
             if all(map(Tensor.is_contiguous, grads)):
-                return grads
+                return partition.gradients(params, grads)
         except RuntimeError:  # a sparse gradient cannot even be asked; local_gradient refuses it by name
             pass
     return [local_gradient(p, g) for p, g in zip(params, grads, strict=True)]

@@ -63,7 +63,7 @@ def _raise_if(differ: bool) -> None:
 
 def step_digest(has_grad: Sequence[bool], scalars: Sequence[GroupScalars]) -> int:
     """A number for what a step does; an lr that is on a device is left out."""
-    return zlib.crc32(repr((has_grad, [_host_scalars(s) for s in scalars])).encode())
+    return zlib.crc32(bytes(has_grad) + repr([_host_scalars(s) for s in scalars]).encode())
 
 
 def _host_scalars(scalars: GroupScalars) -> list[object]:

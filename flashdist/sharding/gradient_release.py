@@ -79,8 +79,17 @@ class GradientRelease:
 
     @property
     def last_norm(self) -> Tensor | None:
-        """With ``clip="previous_norm"``: the global gradient norm of the last step (before clipping), fp32 0-d."""
+        """With ``clip="previous_norm"``: the global gradient norm of the last step (before clipping), fp32 0-d.
+
+        A resumed run sets it, so that its first step is clipped as it would have been.
+        """
         return None if self._norm is None else self._norm.value
+
+    @last_norm.setter
+    def last_norm(self, value: Tensor) -> None:
+        if self._norm is None:
+            raise RuntimeError('last_norm belongs to clip="previous_norm", which this release does not have')
+        self._norm.set(value)
 
     def owns(self, p: Tensor) -> bool:
         """Whether this parameter is stepped during backward."""

@@ -22,17 +22,16 @@ from flashdist.sharding.placement import place_like
 class Partition(Protocol):
     """Maps parameters to the parts that this rank steps. All ranks ask it the same in the same order."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether a plain tensor is its own part."""
-        ...
-
     def parts(self, params: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of parameters: plain views of them."""
         ...
 
     def gradient(self, p: Tensor, grad: Tensor) -> Tensor:
         """The part of a gradient that belongs to the part of ``p``: plain and contiguous, of any shape."""
+        ...
+
+    def gradients(self, params: Sequence[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """The same for gradients that are all plain and contiguous."""
         ...
 
     def layout(self, p: Tensor) -> GroupLayout:
@@ -75,8 +74,6 @@ class Partition(Protocol):
 class AsPlaced:
     """A plain parameter is stepped whole, a DTensor's local shard where it is."""
 
-    whole = True
-
     def parts(self, params: Sequence[Tensor]) -> list[Tensor]:
         if isinstance(params, list) and not any(isinstance(p, DTensor) for p in params):
             return params
@@ -84,6 +81,9 @@ class AsPlaced:
 
     def gradient(self, p: Tensor, grad: Tensor) -> Tensor:
         return local(grad).contiguous()
+
+    def gradients(self, params: Sequence[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return grads
 
     def layout(self, p: Tensor) -> GroupLayout:
         return group_layout(p.shape).of_shard(local(p).shape)

@@ -47,8 +47,12 @@ class PreviousNorm:
             total = part if total is None else total + part.to(total.device, non_blocking=True)
         self.forget()
         if total is not None:
-            self.value = total.sqrt()
-            self.factor = torch.clamp(self.max_norm / (self.value + 1e-6), max=1.0)
+            self.set(total.sqrt())
+
+    def set(self, value: Tensor) -> None:
+        """The norm of the last step; the factor of the next one follows from it."""
+        self.value = value
+        self.factor = torch.clamp(self.max_norm / (value + 1e-6), max=1.0)
 
     def forget(self) -> None:
         """Drop what was added since the last :meth:`finish`."""

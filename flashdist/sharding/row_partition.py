@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, or_
 from typing import Any, NoReturn
 
 import torch
@@ -31,16 +31,16 @@ class RowPartition:
         model: a DistributedDataParallel around them, if there is one.
     """
 
-    whole = False
-
     def __init__(self, rows: dict[Tensor, Rows], group: dist.ProcessGroup, model: nn.Module | None = None) -> None:
         self.rows = rows
         self.group = group
         self._model = model
         self._strides = {p: p.stride() for p in rows}
+        self._elements = {p: r.elements(p.numel())[r.rank : r.rank + 2] for p, r in rows.items()}
+        self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._compared = False
         self._viewed: tuple[Sequence[Tensor], list[int], list[Tensor]] | None = None
-        self._gathers: tuple[list[object], list[RowGather]] | None = None
+        self._gathers: tuple[list[int], list[RowGather]] | None = None
         self._agreement = Agreement()
 
     def parts(self, params: Sequence[Tensor]) -> list[Tensor]:
@@ -59,12 +59,21 @@ class RowPartition:
             )
 
     def gradient(self, p: Tensor, grad: Tensor) -> Tensor:
-        rows = self.rows[p]
-        if grad.is_contiguous():
-            unit = grad.numel() // rows.count
-            size = (rows.stop - rows.start) * unit
-            return grad.as_strided((size,), (1,), grad.storage_offset() + rows.start * unit)
-        return rows.of(grad).contiguous()
+        if not grad.is_contiguous():
+            return self.rows[p].of(grad).contiguous()
+        # Most gradients belong to one rank: its own is taken as it is, the others are worth no view each.
+        start, stop = self._elements[p]
+        if start == stop:
+            nothing = self._nothing.get((grad.dtype, grad.device))
+            if nothing is None:
+                nothing = self._nothing[grad.dtype, grad.device] = grad.new_empty(0)
+            return nothing
+        if stop - start == grad.numel():
+            return grad
+        return grad.as_strided((stop - start,), (1,), grad.storage_offset() + start)
+
+    def gradients(self, params: Sequence[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return list(map(self.gradient, params, grads))
 
     def layout(self, p: Tensor) -> GroupLayout:
         return self.rows[p].layout(group_layout(p.shape))
@@ -99,11 +108,12 @@ class RowPartition:
             self._compared = True
 
     def after_step(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
-        trainable, grads = list(map(_TRAINABLE, params)), [g is not None for g in map(_GRAD, params)]
+        grads = [g is not None for g in map(_GRAD, params)]
         # Not only what has a gradient now: ranks that disagree about it must still meet in the same collective calls.
-        key: list[object] = [*(t or g for t, g in zip(trainable, grads, strict=True)), *map(Tensor.data_ptr, params)]
+        moving = list(map(or_, map(_TRAINABLE, params), grads))
+        key = [*moving, *map(Tensor.data_ptr, params)]
         if self._gathers is None or self._gathers[0] != key:
-            self._gathers = key, self._plan([p for p, moves in zip(params, key, strict=False) if moves])
+            self._gathers = key, self._plan([p for p, moves in zip(params, moving, strict=True) if moves])
         digest = step_digest(grads, scalars)
         # All gathers first: the ranks must not part before the last one.
         found = [gather.run(digest) for gather in self._gathers[1]]
