@@ -127,7 +127,9 @@ def anchors(result: results.Result) -> str:
 def horizon(result: results.Result) -> str:
     """Drift of a 24-bit master weight."""
     keys = list(result["rows"][0])
-    return table(keys, [[r[key] for key in keys] for r in result["rows"]])
+    split = table(list(result["split"][0]), [list(r.values()) for r in result["split"]])
+    drift = table(keys, [[r[key] for key in keys] for r in result["rows"]])
+    return f"One round trip of the 24-bit split:\n\n{split}\n\nAfter {result['steps']:,} steps:\n\n{drift}"
 
 
 SECTIONS: dict[str, tuple[str, Callable[[results.Result], str]]] = {
