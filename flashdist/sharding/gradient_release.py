@@ -5,8 +5,9 @@ moments and corrections come out as they would without, bit for bit: a parameter
 its uses have run their backward (a tied weight's after the last one), and nothing reads the parameter after that. Where
 something would (a second graph that saved it), autograd raises, because the step counts as a change in place.
 
-Small parameters wait until there are BATCH_ELEMENTS of them, or for the end of backward, and share a launch. Under
-FSDP2 the same hooks run after the reduce-scatter, on the shard.
+Each launch costs the host some 0.1 ms and the GPU a pause, so gradients wait for each other: until they have about a
+64th of the model's elements together, those of vectors mostly for the end of backward.
+Under FSDP2 the same hooks run after the reduce-scatter, on the shard.
 
 Source: Lv et al., arXiv 2306.09782 (LOMO), section 3.1; the hook is torch's own, after "optimizer in backward".
 """
@@ -27,16 +28,18 @@ from torch.autograd.graph import increment_version
 from flashdist.optimizer import FlashOptimizer
 from flashdist.sharding.clip_guard import guard_clipping, unguard_clipping
 from flashdist.sharding.local_shard import local
+from flashdist.sharding.placement import place_like
 from flashdist.sharding.previous_norm import PreviousNorm
 from flashdist.sharding.release_checks import check_arguments, check_model, released_names
 
-# Elements whose gradients are kept until they are stepped together: 64 MiB in bf16, and about 0.1 ms of kernel time on
-# a large GPU, against some 0.1 ms of the host's for a launch.
-BATCH_ELEMENTS = 1 << 25
+# Gradients are stepped together from this share of the model on, within these bounds (64 and 256 MiB in bf16).
+BATCH_SHARE = 1 / 64
+MIN_BATCH_ELEMENTS, MAX_BATCH_ELEMENTS = 1 << 25, 1 << 27
 
 PreStep = Callable[[Tensor, Tensor], "bool | float | Tensor | None"]
-# Where gradients appear: a device, and on GPUs the stream on which they are computed.
-Place = tuple[torch.device, "torch.cuda.Stream | None"]
+# Where gradients appear: a device, and on GPUs the stream on which they are computed; and whether of vectors. These
+# wait apart: they run through another kernel, so that each batch of matrices with a vector in it would be two launches.
+Place = tuple[torch.device, "torch.cuda.Stream | None", bool]
 
 
 @dataclass
@@ -52,7 +55,7 @@ class GradientRelease:
     """What :func:`enable_gradient_release` returns: a handle with :meth:`remove`, and a context manager."""
 
     def __init__(
-        self, opt: FlashOptimizer, names: list[str], pre_step: PreStep | None, max_norm: float | None, batch: int
+        self, opt: FlashOptimizer, names: list[str], pre_step: PreStep | None, max_norm: float | None, batch: int | None
     ) -> None:
         self._opt = opt
         self._params = list(opt._parameters())
@@ -60,7 +63,8 @@ class GradientRelease:
         self._names = names
         self._pre_step = pre_step
         self._norm = None if max_norm is None else PreviousNorm(self._params, max_norm)
-        self._batch_elements = batch
+        elements = sum(local(p).numel() for p in self._params)
+        self._batch_elements = batch or min(max(int(elements * BATCH_SHARE), MIN_BATCH_ELEMENTS), MAX_BATCH_ELEMENTS)
         # Each device of a model has a thread of its own in backward.
         self._lock = threading.RLock()
         self._pending: dict[Place, _Batch] = {}
@@ -134,12 +138,21 @@ class GradientRelease:
             if self._pre_step is not None and not _verdict(self._pre_step(p, grad), grad, self._names[index]):
                 return
             place = _place(grad)
+            if place[2]:
+                grad = self._alone(p, grad)
             batch = self._pending.setdefault(place, _Batch())
             batch.indices.append(index)
             batch.grads.append(grad)
             batch.elements += local(grad).numel()
             if batch.elements >= self._batch_elements:
                 self._step(place)
+
+    def _alone(self, p: Tensor, grad: Tensor) -> Tensor:
+        """A vector's gradient that keeps no more memory than its own alive while it waits: FSDP2's are views of all
+        gradients of a layer."""
+        part = self._opt._local_gradient(p, grad)
+        shares = part.untyped_storage().nbytes() > 2 * part.numel() * part.element_size()
+        return place_like(p, part.clone(), p.shape) if shares else grad
 
     def _begin(self) -> None:
         """At the first gradient of a backward."""
@@ -168,7 +181,7 @@ class GradientRelease:
             for place in list(self._pending):
                 with _on(place):
                     self._step(place)
-            for device, stream in self._batches_done:
+            for device, stream, _ in self._batches_done:
                 if stream is not None:
                     torch.cuda.current_stream(device).wait_stream(stream)
             self._in_backward = False
@@ -239,7 +252,7 @@ def enable_gradient_release(
     clip: str | None = None,
     *,
     max_norm: float | None = None,
-    batch_elements: int = BATCH_ELEMENTS,
+    batch_elements: int | None = None,
 ) -> GradientRelease:
     """Step each parameter during backward, as soon as its gradient is complete, and free the gradient.
 
@@ -261,7 +274,8 @@ def enable_gradient_release(
         clip: ``"previous_norm"`` multiplies the gradients by ``min(1, max_norm / (norm + 1e-6))``, with the global norm
             (over ranks) of the gradients of the step before; the first step is not clipped. No synchronisation.
         max_norm: for ``clip``.
-        batch_elements: smaller parameters wait until their gradients have this many elements together (per rank).
+        batch_elements: gradients wait until they have this many elements together (per rank). By default a 64th of
+            the model, at least 2^25 (64 MiB in bf16) and at most 2^27. Vectors wait apart.
 
     Returns:
         A handle with ``remove()``, ``active`` and ``last_norm``; as a context manager it removes itself at the end.
@@ -306,12 +320,13 @@ def _verdict(answer: Any, grad: Tensor, name: str) -> bool:
 
 def _place(grad: Tensor) -> Place:
     shard = local(grad)
+    vector = grad.dim() < 2
     if shard.device.type != "cuda":
-        return shard.device, None
+        return shard.device, None, vector
     stream = torch.cuda.current_stream(shard.device)
     # FSDP2 may have allocated it on another stream, whose next user must wait for the step.
     shard.record_stream(stream)
-    return shard.device, stream
+    return shard.device, stream, vector
 
 
 def _on(place: Place) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from flashdist.sharding.local_shard import local, sharded_mesh_dims
 from flashdist.sharding.partition import AsPlaced
 
 
-def check_arguments(opt: object, clip: str | None, max_norm: float | None, batch_elements: int) -> None:
+def check_arguments(opt: object, clip: str | None, max_norm: float | None, batch_elements: int | None) -> None:
     """Raise TypeError, ValueError or RuntimeError where these arguments make no sense."""
     if not isinstance(opt, FlashOptimizer):
         raise TypeError(f"gradient release needs one of flashdist's optimizers, got {type(opt).__name__}")
@@ -27,7 +27,7 @@ def check_arguments(opt: object, clip: str | None, max_norm: float | None, batch
         raise ValueError(f'clip="previous_norm" and max_norm belong together, got clip={clip!r}, max_norm={max_norm!r}')
     if max_norm is not None and not (0 < max_norm < math.inf):
         raise ValueError(f"max_norm must be a finite number above 0, got {max_norm!r}")
-    if batch_elements < 1:
+    if batch_elements is not None and batch_elements < 1:
         raise ValueError(f"batch_elements must be at least 1, got {batch_elements!r}")
     if not isinstance(opt._partition, AsPlaced):
         raise ValueError(

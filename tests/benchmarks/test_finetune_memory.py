@@ -35,25 +35,19 @@ def test_the_command_line(tmp_path, monkeypatch):
 
     def in_this_process(arm, args, folder):
         out = folder / f"{arm}.json"
-        main(
-            [
-                "--worker",
-                arm,
-                "--out",
-                str(out),
-                *["--shape", "tiny", "--device", "cpu", "--length", "16", "--steps", "1", "--largest", "2"],
-            ]
-        )
+        options = {"shape": "tiny", "device": "cpu", "length": 16, "steps": 1, "rounds": 1, "largest": 2}
+        main(["--worker", arm, "--out", str(out), *(f"--{key}={value}" for key, value in options.items())])
         return json.loads(out.read_text())
 
     monkeypatch.setattr(finetune_memory, "run_worker", in_this_process)
     out = tmp_path / "result.json"
-    result = main(["--arms", "flashdist_release,limit", "--device", "cpu", "--out", str(out), "--commit", "x"])
+    result = main(["--arms", "flashdist_release,pair,limit", "--device", "cpu", "--out", str(out), "--commit", "x"])
     assert json.loads(out.read_text()) == result
     assert [row["arm"] for row in result["rows"]] == ["flashdist_release"]
     assert result["rows"][0]["tokens_per_s"] > 0
-    assert [row["batch"] for row in result["more"]] == [[1, 16]]
-    assert result["more"][0]["largest_batch"] == [2, 8]
+    assert [row["batch"] for row in result["more"]] == [[1, 16], [1, 16]]
+    assert len(result["more"][0]["quotients"]) == 2
+    assert result["more"][1]["largest_batch"] == [2, 8]
     assert result["targets"]["20 steps inside the limit"] is True
 
 
@@ -64,4 +58,4 @@ def test_targets():
         "torch_adamw_fp32": {"error": "out of memory"},
         "limit": {"steps": 20},
     }
-    assert list(targets(rows).values()) == [True, False, None, True, True]
+    assert list(targets(rows).values()) == [True, False, None, None, True, True]

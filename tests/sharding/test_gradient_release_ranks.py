@@ -48,7 +48,13 @@ def same(a, b):
 
 def follows_step(rank, world_size, reshard, batch_elements):
     (model, opt), (twin, plain) = build(reshard=reshard), build(reshard=reshard)
-    with enable_gradient_release(model, opt, batch_elements=batch_elements):
+
+    def vectors_wait_alone(p, grad):
+        for place, batch in handle._pending.items():
+            if place[2]:
+                assert all(g.untyped_storage().nbytes() <= 2 * g.numel() * g.element_size() for g in batch.grads)
+
+    with enable_gradient_release(model, opt, vectors_wait_alone, batch_elements=batch_elements) as handle:
         for t in range(3):
             loss_of(model, t).backward()
             assert all(p.grad is None for p in model.parameters())
