@@ -58,15 +58,15 @@ def verdict(runs: list[Run], beta2: float, limit: float = 0.002) -> list[str]:
     if not mine.values:
         return [f"beta2 {beta2}: not measured"]
     within = abs(mine.mean) <= limit or (mine.error is not None and abs(mine.mean) <= 2 * mine.error)
-    error = f" (standard error {mine.error:.4f})" if mine.error is not None else ""
+    error = f" (standard error {mine.error:.5f})" if mine.error is not None else ""
     out = [
-        f"beta2 {beta2}: FlashAdamW - AdamW = {mine.mean:+.4f}{error}, bound {limit} or two standard errors: "
+        f"beta2 {beta2}: FlashAdamW - AdamW = {mine.mean:+.5f}{error}, bound {limit} or two standard errors: "
         + ("**reached**" if within else "**not reached**")
     ]
     if theirs.values:
         nearer = abs(mine.mean) <= abs(theirs.mean)
         out.append(
-            f"beta2 {beta2}: flashoptim - AdamW = {theirs.mean:+.4f}; FlashAdamW no further from AdamW: "
+            f"beta2 {beta2}: flashoptim - AdamW = {theirs.mean:+.5f}; FlashAdamW no further from AdamW: "
             + ("**reached**" if nearer else "**not reached**")
         )
     return out

@@ -19,23 +19,27 @@ COLOURS = {
     "states_flashoptim": "#fdae6b", "linear8": "#c994c7", "flashlion": "#756bb1",
 }  # fmt: skip
 LIMIT = 0.002
+SHOWN = 1.2 * LIMIT
 SMOOTH = 15  # steps of a moving mean
 ON_THE_WAY = ("adamw_again", "flashadamw", "flashoptim", "bf16_master")
 
 
 def at_the_end(axes: Axes, runs: list[Run], beta2: float) -> None:
-    """One row an arm: each pair as a dot, the mean with its standard error as a bar; the far ones are cut off."""
+    """One row an arm: each pair as a dot, the mean with its standard error as a bar; the far ones are written."""
     found = [d for d in differences(runs) if d.beta2 == beta2]
     for y, d in enumerate(found):
         colour = COLOURS.get(d.arm, "#000000")
         axes.plot(d.values, [y] * len(d.values), "o", color=colour, alpha=0.5, markersize=5)
-        if d.values:
+        if d.values and abs(d.mean) > SHOWN:
+            side, align = (SHOWN, "right") if d.mean > 0 else (-SHOWN, "left")
+            axes.text(side, y, f"{d.mean:+.4f}, off the scale", ha=align, va="center", color=colour)
+        elif d.values:
             axes.errorbar(d.mean, y, xerr=d.error or 0.0, fmt="|", color=colour, markersize=16, capsize=4, linewidth=2)
     axes.axvspan(-LIMIT, LIMIT, color="#e5f5e0", zorder=0)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(found)), [d.arm for d in found])
     axes.invert_yaxis()
-    axes.set_xscale("symlog", linthresh=0.01, linscale=3)
+    axes.set_xlim(-1.05 * SHOWN, 1.05 * SHOWN)
     axes.set_xlabel("validation loss - AdamW's (Lion's for flashlion), same batches")
     axes.set_title(f"beta2 {beta2}: each pair, mean ± standard error; green: ±{LIMIT}")
 

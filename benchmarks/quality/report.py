@@ -54,11 +54,11 @@ def pretrain(result: results.Result) -> str:
                     (
                         d.arm + (f" ({d.lost} lost)" if d.lost else ""),
                         len(d.values),
-                        f"{d.mean:+.4f}" if d.values else "NaN",
-                        f"{d.error:.4f}" if d.error is not None else "",
-                        ", ".join(f"{x:+.4f}" for x in d.values),
-                        f"{train.mean:+.4f}" if train and train.values else "",
-                        f"{train.error:.4f}" if train and train.error is not None else "",
+                        f"{d.mean:+.5f}" if d.values else "NaN",
+                        f"{d.error:.5f}" if d.error is not None else "",
+                        ", ".join(f"{x:+.5f}" for x in d.values),
+                        f"{train.mean:+.5f}" if train and train.values else "",
+                        f"{train.error:.5f}" if train and train.error is not None else "",
                     )
                 )
         head = ("arm", "pairs", "validation, mean", "s.e.", "each pair", "training, last quarter", "s.e.")

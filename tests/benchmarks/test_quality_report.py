@@ -49,7 +49,7 @@ def test_the_verdict_says_what_was_reached(limit, reached):
     """The mean of 0.002 is 3.5 standard errors from 0, so that the limit alone decides."""
     first, second = verdict(RUNS, 0.95, limit)
     assert first.endswith("**reached**") == reached
-    assert "+0.0020 (standard error 0.0006)" in first
+    assert "+0.00200 (standard error 0.00058)" in first
     assert second.endswith("no further from AdamW: **reached**")
     assert verdict(RUNS, 0.5) == ["beta2 0.5: not measured"]
 
