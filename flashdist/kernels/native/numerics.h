@@ -126,7 +126,7 @@ inline Ints peaks_of(const Floats* x) {
 
 // Both encode LANES groups together, so that what is done once a group is done on vectors, too.
 
-inline void encode_momentum(const Floats* m, int8_t* codes, uint16_t* scales) {
+inline void encode_momentum(const Floats* m, const Floats* dither, int8_t* codes, uint16_t* scales) {
   const Ints peak = smallest(peaks_of(m), FP32_INF - Ints{}), rounded = (peak + 0x7fff + ((peak >> 16) & 1)) >> 16;
   const Ints empty = rounded < 0x0080, lost = rounded >= 0x7e00;  // below 2^-126; from 2^125 on
   const Ints scale = empty ? Ints{} : lost ? BF16_NAN - Ints{} : rounded;
@@ -135,7 +135,9 @@ inline void encode_momentum(const Floats* m, int8_t* codes, uint16_t* scales) {
   for (int k = 0; k < LANES; k++, m += VECTORS, codes += GROUP) {
     Ints code[VECTORS];
     for (int j = 0; j < VECTORS; j++) {
-      const Floats size = magnitude_of(m[j]), position = size / (over[k] + size) * (2.0f * MOMENTUM_CODES) + 0.5f;
+      const Floats size = magnitude_of(m[j]);
+      Floats position = size / (over[k] + size) * (2.0f * MOMENTUM_CODES) + dither[j];
+      position = position < float(MOMENTUM_CODES) ? position : float(MOMENTUM_CODES) - Floats{};
       code[j] = truncated(float_of(bits_of(position) | (bits_of(m[j]) & SIGN)));
     }
     narrow(code, codes);

@@ -90,7 +90,8 @@ template <typename T> T* as(char* p) { return reinterpret_cast<T*>(p); }
 
 // numerics.rules.StepScalars, then the gradients' factor.
 struct Scalars {
-  float lr, shrink, l2, decay1, gain1, decay2, gain2, eps, step_size, root_bias2, grad_weight, buffer_weight, grad_factor;
+  float lr, shrink, l2, decay1, gain1, decay2, gain2, eps, step_size, root_bias2, grad_weight, buffer_weight;
+  float grad_factor;
   explicit Scalars(const float* row) { std::memcpy(this, row, sizeof *this); }
 };
 static_assert(sizeof(Scalars) == 4 * SCALARS);
@@ -128,7 +129,7 @@ inline Floats widen_any(Type type, char* from, int j) {
   return type == BF16 ? widen_bf16(pattern) : widen_fp16(pattern);
 }
 
-// Vector number j of a tile's fp32 weights. Exact join, or the one for pairs of weights and corrections that a split made.
+// Vector number j of a tile's fp32 weights. The exact join, or the one for pairs that a split made.
 template <class K> inline Floats load_weight(const K& kind, const Place& at, int j, bool exact) {
   if (kind.lo_bits == 0) return widen_any(kind.weight, at.weight, j);
   const Ints hi = widen(as<int16_t>(at.weight) + j * LANES);
@@ -173,15 +174,16 @@ template <class K> inline Floats load_moment2(const K& kind, const Place& at, in
   return decode_variance(widen(as<uint8_t>(at.moment2) + j * LANES), scale);
 }
 
-template <class K>
-inline void store_moments(const K& kind, const Shared& shared, const Place& at, const Floats* m, const Floats* v, Floats* r) {
+template <class K> inline void store_moments(const K& kind, const Shared& shared, const Place& at, const Floats* m,
+                                             const Floats* v, Floats* r) {
   if (kind.moments >= 1 && !kind.quantized) std::memcpy(at.moment1, m, 4 * TILE);
   if (kind.moments >= 2 && !kind.quantized) std::memcpy(at.moment2, v, 4 * TILE);
   if (!kind.quantized) return;
-  for (int k = 0; kind.moments >= 1 && k < TILE_GROUPS; k += LANES)
-    encode_momentum(m + k * VECTORS, as<int8_t>(at.moment1) + k * GROUP, at.scale1 + k);
-  for (int k = 0; kind.moments >= 2 && k < TILE_GROUPS; k += LANES)
-    encode_variance(v + k * VECTORS, r + k * VECTORS, shared.dither, as<uint8_t>(at.moment2) + k * GROUP, at.scale2 + k);
+  for (int k = 0; k < TILE_GROUPS; k += LANES) {
+    const int j = k * VECTORS, i = k * GROUP;
+    if (kind.moments >= 1) encode_momentum(m + j, shared.dither, as<int8_t>(at.moment1) + i, at.scale1 + k);
+    if (kind.moments >= 2) encode_variance(v + j, r + j, shared.dither, as<uint8_t>(at.moment2) + i, at.scale2 + k);
+  }
 }
 
 // Elements whose new fp32 weight p differs from the old one while what is stored does not.
