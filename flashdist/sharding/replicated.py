@@ -45,18 +45,13 @@ def shard_states(
     Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5.1 (P_os).
     """
     group = _process_group(process_group, model)
-    _check_optimizer(opt)
     if isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view:
         warnings.warn(
             "DistributedDataParallel keeps a second copy of all gradients here. Build it with "
             "gradient_as_bucket_view=True to save that memory.",
             stacklevel=2,
         )
-    params = opt._parameters()
-    _check_plain(opt, params)
-    leads = [_lead(opt, p) for p in params]
-    costs = [_row_cost(opt, p, g, lead) for p, g, lead in zip(params, opt._known_groups, leads, strict=True)]
-    _check_alike(opt, params, leads, costs, group)
+    params, leads, costs = _agreed(opt, group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     rows: dict[Tensor, Rows] = {}
     # Frozen parameters have no states now. If they get some, these should be spread as well.
@@ -67,7 +62,9 @@ def shard_states(
     opt._partition = RowPartition(rows, group, model if isinstance(model, DistributedDataParallel) else None)
 
 
-def full_state_dict(opt: FlashOptimizer, state_dict: dict[str, Any] | None = None) -> dict[str, Any]:
+def full_state_dict(
+    opt: FlashOptimizer, state_dict: dict[str, Any] | None = None, *, cpu_offload: bool = False
+) -> dict[str, Any]:
     """``opt.state_dict()`` with whole plain tensors, on every rank (a collective call).
 
     It needs the memory of unsharded states. It loads into any optimizer for these parameters, sharded or not.
@@ -75,12 +72,15 @@ def full_state_dict(opt: FlashOptimizer, state_dict: dict[str, Any] | None = Non
     Args:
         opt: the optimizer.
         state_dict: what to make whole instead of ``opt.state_dict()``, say ``torch_state_dict(opt)``.
+        cpu_offload: move each tensor to the CPU before the next one is gathered.
     """
     packed = opt.state_dict() if state_dict is None else state_dict
-    states = {
-        key: {name: value.full_tensor() if isinstance(value, RowShard) else value for name, value in state.items()}
-        for key, state in packed["state"].items()
-    }
+
+    def whole(value: Tensor) -> Tensor:
+        full = value.full_tensor() if isinstance(value, RowShard) else value
+        return full.cpu() if cpu_offload else full
+
+    states = {key: {k: whole(v) for k, v in state.items()} for key, state in packed["state"].items()}
     return {**packed, "state": states}
 
 
@@ -151,25 +151,41 @@ def _row_cost(opt: FlashOptimizer, p: Tensor, group_index: int, lead: int) -> tu
     return rows, size // rows
 
 
-def _check_alike(
-    opt: FlashOptimizer,
-    params: list[Tensor],
-    leads: list[int],
-    costs: list[tuple[int, int]],
-    group: dist.ProcessGroup,
-) -> None:
-    """Compare what the cut depends on with the other ranks; raises on all of them alike."""
-    lines = [
-        f"{opt._name(p)}, {p.dtype}, strides {p.stride()}, requires_grad={p.requires_grad}, state of {cost[1]} bytes "
-        f"in each of {cost[0]} rows, param group {index}"
-        for p, cost, index in zip(params, costs, opt._known_groups, strict=True)
-    ]
-    ranks = dist.get_world_size(group)
-    digests: list[Any] = [None] * ranks
-    dist.all_gather_object(digests, hashlib.sha256("\n".join(lines).encode()).hexdigest(), group=group)
-    if len(set(digests)) == 1:
-        return
-    everybody: list[Any] = [None] * ranks
+def _agreed(opt: FlashOptimizer, group: dist.ProcessGroup) -> tuple[list[Tensor], list[int], list[tuple[int, int]]]:
+    """The parameters and what the cut depends on, checked here and compared with the other ranks.
+
+    What is wrong on one rank is raised on all of them: none is left waiting.
+    """
+    problem: Exception | None = None
+    lines: list[str] = []
+    try:
+        _check_optimizer(opt)
+        params, groups = opt._parameters(), opt._known_groups
+        _check_plain(opt, params)
+        leads = [_lead(opt, p) for p in params]
+        costs = [_row_cost(opt, p, g, lead) for p, g, lead in zip(params, groups, leads, strict=True)]
+        lines = [
+            f"{opt._name(p)}, {p.dtype}, strides {p.stride()}, requires_grad={p.requires_grad}, state of {size} bytes "
+            f"in each of {rows} rows, param group {g}"
+            for p, (rows, size), g in zip(params, costs, groups, strict=True)
+        ]
+    except Exception as error:
+        problem = error
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (None if problem is None else str(problem), digest), group=group)
+    if problem is not None:
+        raise problem
+    for rank, (elsewhere, _) in enumerate(answers):
+        if elsewhere is not None:
+            raise RuntimeError(f"shard_states cannot go on, for rank {rank} of its group has a problem: {elsewhere}")
+    if len(set(answers)) > 1:
+        _name_the_difference(lines, group)
+    return params, leads, costs
+
+
+def _name_the_difference(lines: list[str], group: dist.ProcessGroup) -> None:
+    everybody: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, lines, group=group)
     for rank, others in enumerate(everybody):
         for i in range(max(len(others), len(everybody[0]))):
