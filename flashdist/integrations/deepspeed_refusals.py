@@ -50,7 +50,8 @@ def _reasons(engine: Any) -> Iterator[tuple[str, str]]:
         yield "torch_autocast", "it keeps fp32 weights; the saving lies in weights that are bf16"
     for which in ("optimizer", "param"):
         offload = getattr(zero, f"offload_{which}", None)
-        device = str(getattr(getattr(offload, "device", None), "value", "none"))
+        device = getattr(offload, "device", "none")
+        device = str(getattr(device, "value", device))
         if offload is not None and device != "none":
             yield (
                 f"zero_optimization.offload_{which} ({device})",
