@@ -16,6 +16,7 @@ from flashdist.integrations.deepspeed_checkpoint import PAYLOAD, reading_codes, 
 from flashdist.integrations.deepspeed_packed import Packed
 from flashdist.integrations.deepspeed_reshard import covered, fill
 from flashdist.integrations.deepspeed_state import FlatStepping
+from flashdist.optimizer import FlashOptimizer
 
 # Under which name DeepSpeed's tools keep a moment that has another name in torch.
 UNIVERSAL_NAMES = {"momentum_buffer": "exp_avg"}
@@ -47,7 +48,7 @@ def load_folder(zero: Any, folder: str) -> bool:
         return False
     opt: FlatStepping = zero.optimizer
     rank = dist.get_rank(zero.dp_process_group)
-    own = _read(files[rank] if rank < len(files) else files[0])
+    own = read_codes(files[rank] if rank < len(files) else files[0])
     if PAYLOAD not in own:
         _load_dense(zero, _read_dense(files, rank))
         return True
@@ -59,7 +60,7 @@ def load_folder(zero: Any, folder: str) -> bool:
         for target, source in zip(targets, sources, strict=True):
             fill(target, [source])
     else:
-        everything = [unpack(saved) for file in files for saved in _read(file)[PAYLOAD]]
+        everything = [unpack(saved) for file in files for saved in read_codes(file)[PAYLOAD]]
         for target in targets:
             for name, count in fill(target, everything).items():
                 anew[name] = anew.get(name, 0) + count
@@ -74,7 +75,8 @@ def _rank_of(path: str) -> int:
     return int(found.group(1))
 
 
-def _read(file: str) -> dict[str, Any]:
+def read_codes(file: str) -> dict[str, Any]:
+    """The optimizer's part of a file, with nothing expanded."""
     with reading_codes():
         # Mapped: a rank that needs a part of a file reads that part.
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False)[OPTIMIZER]
@@ -84,7 +86,7 @@ def _finish(zero: Any, saved: dict[str, Any]) -> None:
     """Hyperparameters and DeepSpeed's own few values, once the partitions are filled."""
     opt: FlatStepping = zero.optimizer
     groups = (saved.get("base_optimizer_state") or saved[OPTIMIZER])["param_groups"]
-    _load_groups(opt, groups)
+    load_groups(opt, groups)
     for partition in opt.partitions.values():
         partition.trust()
     load = getattr(zero, "_load_global_state", None) or getattr(zero, "_load_global_state_stage3", None)
@@ -93,7 +95,8 @@ def _finish(zero: Any, saved: dict[str, Any]) -> None:
     zero._weights_loaded()
 
 
-def _load_groups(opt: FlatStepping, groups: Sequence[dict[str, Any]]) -> None:
+def load_groups(opt: FlashOptimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Take over the hyperparameters of saved param groups."""
     if len(groups) != len(opt.param_groups):
         raise ValueError(f"the checkpoint has {len(groups)} param groups, this optimizer {len(opt.param_groups)}")
     for group, saved in zip(opt.param_groups, groups, strict=True):

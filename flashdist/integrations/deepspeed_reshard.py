@@ -35,8 +35,7 @@ def fill(target: Packed, sources: Sequence[Packed]) -> dict[str, int]:
             by_name.setdefault(segment.name, []).append((source, i))
     anew: dict[str, int] = {}
     for t, segment in enumerate(target.segments):
-        pieces = _pieces_of(segment, by_name.get(segment.name, []))
-        count = _fill_segment(target, t, pieces)
+        count = fill_segment(target, t, by_name.get(segment.name, []))
         if count:
             anew[segment.name] = anew.get(segment.name, 0) + count
     return anew
@@ -75,8 +74,10 @@ def _pieces_of(segment: Segment, candidates: Sequence[Piece]) -> list[Piece]:
     return pieces
 
 
-def _fill_segment(target: Packed, t: int, pieces: Sequence[Piece]) -> int:
+def fill_segment(target: Packed, t: int, candidates: Sequence[Piece]) -> int:
+    """Fill one segment from source segments of its parameter; returns how many elements were encoded anew."""
     segment = target.segments[t]
+    pieces = _pieces_of(segment, candidates)
     for source, i in pieces:
         found = source.segments[i]
         low, high = max(segment.start, found.start), min(segment.stop, found.stop)
