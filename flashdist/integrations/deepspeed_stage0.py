@@ -61,6 +61,8 @@ class Stage0Optimizer(DeepSpeedOptimizer):  # type: ignore[misc]
         if not self.clip_grad > 0:
             self.optimizer._clip_factor = None
         self.optimizer.step()
+        # Some releases of DeepSpeed leave this to the optimizer.
+        self.zero_grad()
 
     def set_lr(self, lr: float) -> None:
         for group in self.param_groups:
