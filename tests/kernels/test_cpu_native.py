@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,17 @@ def test_any_number_of_threads_and_any_place_in_memory(monkeypatch: pytest.Monke
             assert_alike(*opts)
     finally:
         torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with the form for AVX2")
+@pytest.mark.parametrize("case", ["adamw", "lion"])
+def test_the_form_for_other_processors(monkeypatch: pytest.MonkeyPatch, case: str):
+    monkeypatch.setattr(cpu_native, "FLAGS", [*cpu_native.FLAGS, "-march=x86-64", "-O1", "-Wno-psabi"])
+    portable = cpu_native.compile_step.__wrapped__()
+    opts = twins(case, [(normal(s, 0) * 0.3).to(BF16) for s in SHAPES])
+    opts[1]._backends["cpu"]._step = portable
+    run(opts, lambda t, shape: normal(shape, t), steps=2)
 
 
 @needs_compiler
