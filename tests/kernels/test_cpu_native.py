@@ -82,7 +82,7 @@ def run(opts: list[FlashOptimizer], gradient: Callable[[int, tuple[int, ...]], T
 
 
 @needs_compiler
-@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-18, 1e5])
+@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e5])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_are_those_of_numerics(case: str, dtype: torch.dtype, scale: float):
