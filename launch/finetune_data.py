@@ -99,6 +99,8 @@ def to_document(record: Any, tokenizer: Any) -> Document:
 
 def chat_document(messages: Sequence[dict[str, Any]], tokenizer: Any) -> Document:
     """A conversation, whose answers are learned."""
+    if messages and messages[0]["role"] == "assistant":
+        raise UserError("the conversation begins with the assistant, who has nothing to answer: begin with the user")
     whole = render(messages, tokenizer)
     spans = []
     for i, message in enumerate(messages):

@@ -102,7 +102,11 @@ def draw(config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> An
 def read(path: Path, dtype: torch.dtype) -> Any:
     """A model from a Hugging Face folder or a GGUF file."""
     gguf = path.suffix == ".gguf"
-    where = {"gguf_file": path.name} if gguf else {}
+    where: dict[str, Any] = {"gguf_file": path.name} if gguf else {}
+    if gguf and hasattr(
+        transformers, "GgufConfig"
+    ):  # newer releases leave the weights in blocks otherwise
+        where["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             str(path.parent if gguf else path), local_files_only=True, dtype=dtype, **where

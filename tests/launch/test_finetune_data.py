@@ -51,6 +51,7 @@ def test_a_text_is_learned_wholly(tokenizer):
         ({"text": " "}, "empty text"),
         ({"messages": [{"role": "user", "content": "hm"}]}, "nothing to learn"),
         ({"messages": []}, "nothing to learn"),
+        ({"messages": [{"role": "assistant", "content": "hm"}]}, "begins with the assistant"),
     ],
 )
 def test_no_records(tokenizer, record, message):

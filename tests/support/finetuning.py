@@ -65,3 +65,41 @@ def folder(path: Path) -> Path:
 def jsonl(path: Path, records: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def gguf_file(path: Path) -> dict[str, torch.Tensor]:
+    """A Llama with a tied head, quantized to Q4_1 in a GGUF file; what two of its matrices were."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(str(path), "llama")
+    width, mlp, vocab = 64, 96, 64
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(mlp)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    writer.add_vocab_size(vocab)
+    kind = gguf.GGMLQuantizationType.Q4_1
+    drawn = np.random.default_rng(0)
+    shapes = {
+        "token_embd": (vocab, width), "blk.0.attn_q": (width, width), "blk.0.attn_k": (width // 2, width),
+        "blk.0.attn_v": (width // 2, width), "blk.0.attn_output": (width, width), "blk.0.ffn_gate": (mlp, width),
+        "blk.0.ffn_up": (mlp, width), "blk.0.ffn_down": (width, mlp),
+    }  # fmt: skip
+    matrices = {name: drawn.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+    for name, matrix in matrices.items():
+        writer.add_tensor(f"{name}.weight", gguf.quantize(matrix, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return {
+        "model.embed_tokens.weight": torch.from_numpy(matrices["token_embd"]),
+        "model.layers.0.mlp.up_proj.weight": torch.from_numpy(matrices["blk.0.ffn_up"]),
+    }
