@@ -103,9 +103,7 @@ def read(path: Path, dtype: torch.dtype) -> Any:
     """A model from a Hugging Face folder or a GGUF file."""
     gguf = path.suffix == ".gguf"
     where: dict[str, Any] = {"gguf_file": path.name} if gguf else {}
-    if gguf and hasattr(
-        transformers, "GgufConfig"
-    ):  # newer releases leave the weights in blocks otherwise
+    if gguf and hasattr(transformers, "GgufConfig"):  # newer releases leave the weights in blocks otherwise
         where["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
