@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from config import EXIT_CODE, UserError, load
-from curves import draw
 from data import bundled, in_folder
 from metrics import read_metrics
 from model import GPT, GPTConfig
@@ -197,7 +196,12 @@ def settle(config: PretrainConfig, ranks: Ranks, device: torch.device) -> None:
 
 
 def draw_curves(folder: RunFolder) -> None:
-    """The picture of a run, as far as it went."""
+    """The picture of a run, as far as it went; none where there is no matplotlib."""
+    try:
+        from curves import draw
+    except ImportError as error:
+        print(f"no curves are drawn: {error}", flush=True)
+        return
     if folder.metrics.exists():
         records = read_metrics(folder.metrics)
         if any("loss" in record for record in records):
