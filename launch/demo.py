@@ -90,7 +90,7 @@ def collect(name: str, folder: Path) -> Run:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT with FlashAdamW and with AdamW and compare them.")
-    parser.add_argument("--steps", type=int, default=300, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=240, help="steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
