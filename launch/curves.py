@@ -27,7 +27,7 @@ def series(records: Records, key: str) -> tuple[list[int], list[float]]:
     return [record["step"] for record in chosen], [record[key] for record in chosen]
 
 
-def smooth(values: Sequence[float], weight: float = 0.95) -> list[float]:
+def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """An exponential moving average, divided by the sum of its weights so that it starts at the first value."""
     averages, total, norm = [], 0.0, 0.0
     for value in values:
