@@ -71,6 +71,10 @@ def plan_load(manifest: Manifest, model: nn.Module, opt: torch.optim.Optimizer |
             f"the checkpoint's weights have other dtypes than the model's: {_some(wrong)}. Cast the model "
             "(flashdist.cast_model) as it was when it was saved, or load them through export_weights."
         )
+    if plan.fresh:
+        trainable = [names.name_of(p) for p in plan.fresh if p.requires_grad]
+        if trainable:
+            logger.warning("the checkpoint has no optimizer state of %s: they start afresh", _some(trainable))
     if opt is not None and manifest.optimizer is None:
         plan.fresh = [p for group in opt.param_groups for p in group["params"]]
         logger.info("the checkpoint holds weights alone: the optimizer starts afresh, corrections are 0")

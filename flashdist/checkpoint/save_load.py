@@ -13,7 +13,7 @@ from torch import nn
 from flashdist.checkpoint.folder import find
 from flashdist.checkpoint.loading import execute, load_values, plan_load, rng_states
 from flashdist.checkpoint.manifest import Manifest, read_manifest
-from flashdist.checkpoint.ranks import Ranks
+from flashdist.checkpoint.ranks import CheckpointError, Ranks
 from flashdist.checkpoint.reading import Reader, check_files, open_checkpoint
 from flashdist.checkpoint.rng import set_rng
 from flashdist.checkpoint.saving import AsyncSave, plan_save
@@ -129,7 +129,13 @@ def load(path: PathLike, model: nn.Module, opt: torch.optim.Optimizer | None, *,
                 "the checkpoint holds no scheduler's state: it was saved without one. Load without `scheduler`"
             )
     with ranks.together():
-        execute(plan, reader, opt)
+        try:
+            execute(plan, reader, opt)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(
+                f"{folder} could no longer be read after it had been checked ({error}): the model and the optimizer are "
+                "partly overwritten. Load again before going on."
+            ) from error
         if scheduler is not None:
             scheduler.load_state_dict(scheduler_state)
         generators = rng_states(reader, ranks.rank)

@@ -291,7 +291,7 @@ def test_case_9_moments_of_frozen_parameters_survive(tmp_path):
     assert_same((model, opt), (other, other_opt))
 
 
-def test_state_without_an_entry_starts_afresh(tmp_path):
+def test_state_without_an_entry_starts_afresh(tmp_path, caplog):
     model, _ = make()
     model.body.requires_grad_(False)
     opt = FlashAdamW(model.parameters())
@@ -299,6 +299,7 @@ def test_state_without_an_entry_starts_afresh(tmp_path):
     other, other_opt = make(1)
     checkpoint.load(tmp_path / "c", other, other_opt)
     assert other.body.weight not in other_opt.state
+    assert "no optimizer state of body.weight, body.bias: they start afresh" in caplog.text
 
 
 def test_wrappers_do_not_change_names(tmp_path):

@@ -119,3 +119,14 @@ def test_a_planted_pickle_is_never_executed(saved, name):
         checkpoint.load(saved, model, opt)
     except CheckpointError:
         assert name != ".metadata"
+
+
+def test_a_disk_that_fails_between_check_and_reading_says_what_state_things_are_in(saved, monkeypatch):
+    from flashdist.checkpoint import reading
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(reading, "read_box", broken)
+    with pytest.raises(CheckpointError, match=r"Input/output error.*partly overwritten"):
+        checkpoint.load(saved, *make(5))
