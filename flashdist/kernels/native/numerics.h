@@ -136,8 +136,7 @@ inline void encode_momentum(const Floats* m, const Floats* dither, int8_t* codes
     Ints code[VECTORS];
     for (int j = 0; j < VECTORS; j++) {
       const Floats size = magnitude_of(m[j]);
-      Floats position = size / (over[k] + size) * (2.0f * MOMENTUM_CODES) + dither[j];
-      position = position < float(MOMENTUM_CODES) ? position : float(MOMENTUM_CODES) - Floats{};
+      const Floats position = at_most(MOMENTUM_CODES, size / (over[k] + size) * (2.0f * MOMENTUM_CODES) + dither[j]);
       code[j] = truncated(float_of(bits_of(position) | (bits_of(m[j]) & SIGN)));
     }
     narrow(code, codes);
@@ -157,9 +156,8 @@ inline void encode_variance(const Floats* v, Floats* r, const Floats* dither, ui
   for (int k = 0; k < LANES; k++, r += VECTORS, codes += GROUP) {
     Ints code[VECTORS];
     for (int j = 0; j < VECTORS; j++) {
-      Floats position = r[j] * per_root[k] + dither[j];
-      position = position > 1.0f ? position : 1.0f - Floats{};
-      code[j] = truncated(position) & (r[j] > 0.0f);  // narrow() cuts at 255
+      // narrow() cuts at 255
+      code[j] = truncated(at_least(1.0f, r[j] * per_root[k] + dither[j])) & (r[j] > 0.0f);
     }
     narrow(code, codes);
   }

@@ -201,7 +201,7 @@ template <class K> int64_t count_lost(const K& kind, const Floats* old_p, const 
 
 // The fp32 weights, moments and roots of a tile after the step. Returns whether all weights are of ordinary size.
 template <class K>
-inline bool compute(const K& kind, const Shared& shared, const Place& at, bool exact, Work& w) {
+inline bool compute(const K& kind, const Shared& shared, const Place at, bool exact, Work& w) {
   const Scalars s(shared.scalars);
   Ints size = {};
   for (int k = 0; k < TILE_GROUPS; k++) {

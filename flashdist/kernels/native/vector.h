@@ -36,6 +36,9 @@ template <typename V> inline void store(void* to, V x) { std::memcpy(to, &x, siz
 #if defined(__AVX2__)
 
 inline Floats root(Floats x) { return Floats(_mm256_sqrt_ps(__m256(x))); }
+// The bound in place of NaN.
+inline Floats at_least(float bound, Floats x) { return Floats(_mm256_max_ps(__m256(x), _mm256_set1_ps(bound))); }
+inline Floats at_most(float bound, Floats x) { return Floats(_mm256_min_ps(__m256(x), _mm256_set1_ps(bound))); }
 
 inline Ints widen(const int8_t* x) { return Ints(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x))); }
 inline Ints widen(const uint8_t* x) { return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x))); }
@@ -84,6 +87,8 @@ inline Floats root(Floats x) {
   for (int i = 0; i < LANES; i++) x[i] = std::sqrt(x[i]);
   return x;
 }
+inline Floats at_least(float bound, Floats x) { return x > bound ? x : bound - Floats{}; }
+inline Floats at_most(float bound, Floats x) { return x < bound ? x : bound - Floats{}; }
 template <typename T> inline Ints widen(const T* x) {
   Ints y;
   for (int i = 0; i < LANES; i++) y[i] = x[i];
