@@ -7,7 +7,6 @@ parameters whose row is no multiple of 32, because a partition knows no rows.
 
 from __future__ import annotations
 
-import glob
 import logging
 import math
 import os
@@ -26,7 +25,7 @@ from flashdist.checkpoint.names import ModelTensors
 from flashdist.checkpoint.reading import Reader, open_checkpoint, read_plain
 from flashdist.integrations.deepspeed_checkpoint import PAYLOAD, unpack
 from flashdist.integrations.deepspeed_layout import cut
-from flashdist.integrations.deepspeed_load import OPTIMIZER, load_groups, read_codes
+from flashdist.integrations.deepspeed_load import OPTIMIZER, load_groups, rank_files, read_codes
 from flashdist.integrations.deepspeed_packed import Packed, pack
 from flashdist.integrations.deepspeed_reshard import fill, fill_segment
 from flashdist.integrations.deepspeed_state import FlatStepping
@@ -66,8 +65,7 @@ def load_zero_checkpoint(folder: PathLike, model: nn.Module, opt: FlashOptimizer
     Raises:
         ValueError: no such files, or those of another model, optimizer or state format.
     """
-    files = sorted(glob.glob(os.path.join(folder, "*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
-    saved = [read_codes(file) for file in files]
+    saved = [read_codes(file) for file in rank_files(folder)]
     if not saved or any(PAYLOAD not in part for part in saved):
         raise ValueError(f"{folder} holds no ZeRO checkpoint that was saved under a flashdist optimizer")
     sources = [unpack(partition) for part in saved for partition in part[PAYLOAD]]

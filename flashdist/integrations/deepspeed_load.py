@@ -43,7 +43,7 @@ def load_folder(zero: Any, folder: str) -> bool:
     Raises:
         ValueError: for files of another model, optimizer, state format or format version.
     """
-    files = sorted(glob.glob(os.path.join(folder, "*zero_pp_rank_*_mp_rank_00_optim_states.pt")), key=_rank_of)
+    files = rank_files(folder)
     if not files:
         return False
     opt: FlatStepping = zero.optimizer
@@ -67,6 +67,28 @@ def load_folder(zero: Any, folder: str) -> bool:
     _finish(zero, own)
     _report(zero, anew)
     return True
+
+
+def rank_files(folder: str | os.PathLike[str]) -> list[str]:
+    """The optimizer files of a ZeRO checkpoint by rank; none where there are none.
+
+    Files of more ranks may be left from an earlier save under the same tag: the first one says how many there are.
+
+    Raises:
+        ValueError: a file is missing.
+    """
+    found = glob.glob(os.path.join(folder, "*zero_pp_rank_*_mp_rank_00_optim_states.pt"))
+    by_rank = {_rank_of(file): file for file in found}
+    if 0 not in by_rank:
+        return []
+    count = read_codes(by_rank[0])["partition_count"]
+    count = max(count) if isinstance(count, list | tuple) else int(count)
+    missing = [rank for rank in range(count) if rank not in by_rank]
+    if missing:
+        raise ValueError(
+            f"the checkpoint in {folder} was saved on {count} ranks, the files of ranks {missing} are missing"
+        )
+    return [by_rank[rank] for rank in range(count)]
 
 
 def _rank_of(path: str) -> int:

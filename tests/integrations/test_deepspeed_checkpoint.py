@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashdist.integrations.deepspeed_load import rank_files
 from tests.support.deepspeed_runs import (
     config,
     deepspeed_on_this_group,
@@ -30,7 +31,13 @@ ODD = {"sub_group_size": 3000}
 
 def settings(stage: int, optimizer: str = "FlashAdamW", **other: Any) -> dict[str, Any]:
     params = {"FlashSGD": {"momentum": 0.9}}.get(optimizer, {"weight_decay": 0.1})
-    return config(stage, optimizer, {"lr": 3e-3, **params}, zero=ODD if stage == 3 else {}, **other)
+    return config(
+        stage,
+        optimizer,
+        {"lr": 3e-3, **params},
+        zero={**ODD, "stage3_param_persistence_threshold": 100} if stage == 3 else {},
+        **other,
+    )
 
 
 def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -225,6 +232,16 @@ def test_a_checkpoint_of_torchs_adamw(stage, tmp_path):
         assert found["moments"] <= 0.02
         assert found["goes on"] <= 0.02
         assert found["decay"] == 0.01
+
+
+def test_files_of_an_earlier_save_on_more_ranks_are_left_alone(tmp_path):
+    run_ranks(save_some, 3, 2, str(tmp_path))
+    before, _, _ = run_ranks(save_some, 2, 2, str(tmp_path))[0]
+    after, _, _ = run_ranks(load_some, 3, 2, str(tmp_path))[0]
+    assert all(torch.equal(after[name]["fp32"], state["fp32"]) for name, state in before.items())
+    (tmp_path / "t" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(ValueError, match=r"saved on 2 ranks, the files of ranks \[1\] are missing"):
+        rank_files(tmp_path / "t")
 
 
 def size_on_disk(rank: int, world: int, stage: int, folder: str) -> Any:
