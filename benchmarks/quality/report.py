@@ -100,7 +100,11 @@ def dither(result: results.Result) -> str:
     ]
     dead = "Step in lr of elements whose gradients have stopped beside a constant one (exact: 0):\n\n"
     dead += table(("beta2", *names), stand) + "\n\n"
-    return dead + "sqrt(v) against exact / NMSE of the update:\n\n" + table(("beta2", "gradients", *names), cells)
+    return (
+        (dead if stand else "")
+        + "sqrt(v) against exact / NMSE of the update:\n\n"
+        + table(("beta2", "gradients", *names), cells)
+    )
 
 
 def images(result: results.Result) -> str:
