@@ -133,8 +133,8 @@ def load(path: PathLike, model: nn.Module, opt: torch.optim.Optimizer | None, *,
             execute(plan, reader, opt)
         except (OSError, EOFError) as error:
             raise CheckpointError(
-                f"{folder} could no longer be read after it had been checked ({error}): the model and the optimizer are "
-                "partly overwritten. Load again before going on."
+                f"{folder} could no longer be read after it had been checked ({error}): the model and the optimizer "
+                "are partly overwritten. Load again before going on."
             ) from error
         if scheduler is not None:
             scheduler.load_state_dict(scheduler_state)
