@@ -37,7 +37,7 @@ Side = tuple[str, int]  # a strategy and its number of ranks
 ALL: list[Side] = [(strategy, size) for strategy, sizes in STRATEGIES.items() for size in sizes]
 OWN, NESTED, FLATTENED, FULL, FROM_RANK_0 = "own", "nested", "flattened", "full", "full from rank 0"
 WAYS = (OWN, NESTED, FLATTENED, FULL, FROM_RANK_0)
-EQUAL = "equal"
+EQUAL, REFUSED = "equal", "refused"
 SECONDS = 240  # a busy machine takes long over hundreds of small collective calls
 # What torch itself does not do, with a word of its message: where, and what to do instead.
 KNOWN_REFUSALS = {
@@ -45,8 +45,11 @@ KNOWN_REFUSALS = {
         "AssertionError",
         "distribute_tensor cuts no uneven strided shard: broadcast_from_rank0=True",
     ),
-    (FULL, "from ddp_zero1"): ("RowShard", "torch gathers DTensors only: replicated.full_state_dict(opt), or dcp.save"),
-    (FROM_RANK_0, "from ddp_zero1"): ("RowShard", "as above"),
+    (FULL, "from ddp_zero1"): (
+        "would lose the others",
+        "torch gathers DTensors only: full_state_dict(opt), or dcp.save",
+    ),
+    (FROM_RANK_0, "from ddp_zero1"): ("would lose the others", "the same"),
     (FROM_RANK_0, "to ddp_zero1"): ("", "torch broadcasts into DTensors and plain tensors only: full, on every rank"),
 }
 
@@ -100,7 +103,10 @@ def save_worker(rank: int, world_size: int, strategy: str, path: str) -> list[st
         if way != FULL:
             dcp.save({"model": weights, "optim": states}, checkpoint_id=f"{path}/{way}")
         elif rank == 0:
-            torch.save({"model": weights, "optim": states}, f"{path}/{way}")
+            try:
+                torch.save({"model": weights, "optim": states}, f"{path}/{way}")
+            except TypeError as error:
+                Path(f"{path}/{REFUSED}").write_text(str(error), encoding="utf-8")
     return differing(model, opt, expected()[0])
 
 
@@ -112,6 +118,8 @@ def load(way: str, path: str, model: Any, opt: Any) -> None:
         weights, states = get_state_dict(model, opt, options=options(way))
         loaded = {"model": weights, "optim": states}
         dcp.load(loaded, checkpoint_id=f"{path}/{way}")
+    elif Path(f"{path}/{REFUSED}").exists():
+        raise TypeError(Path(f"{path}/{REFUSED}").read_text(encoding="utf-8"))
     else:
         loaded = torch.load(f"{path}/{FULL}", weights_only=True)
     if way == FROM_RANK_0:
