@@ -126,11 +126,15 @@ class Training:
                 if after_step is not None:
                     after_step(self.step)
                 stopping = any_rank(stop.asked)
-                with clock.paused():
-                    if _due(self.step, config.run.eval_every) or self.step == config.train.steps:
-                        self._evaluate(reporter)
-                    if _due(self.step, config.run.save_every) or stopping or self.step == end:
-                        self._save(folder, reporter)
+                evaluating = _due(self.step, config.run.eval_every) or self.step == config.train.steps
+                saving = _due(self.step, config.run.save_every) or stopping or self.step == end
+                if evaluating or saving:
+                    self._finish_steps()  # they are no part of the pause
+                    with clock.paused():
+                        if evaluating:
+                            self._evaluate(reporter)
+                        if saving:
+                            self._save(folder, reporter)
                 if stopping:
                     reporter.say(f"asked to stop: saved after step {self.step}; go on with --resume auto")
                     break
@@ -155,6 +159,10 @@ class Training:
         self.step += 1
         self.samples += train.batch
         return total, norm
+
+    def _finish_steps(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def micro_batches(self) -> list[list[int]]:
         """The windows that this rank sees in the next step, by micro-batch."""
@@ -198,10 +206,10 @@ class Training:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for start in range(0, passes * micro_batch, micro_batch):
             ids = mine[start : start + micro_batch]
-            x, y = self._batch(self.files.validation, ids or [0])
-            losses = self.trainee.module(x, y)
-            if ids:
-                total += losses.double().sum()
+            # Always the same shape, for which a compiled model is compiled once.
+            padded = ids + [0] * (micro_batch - len(ids))
+            losses = self.trainee.module(*self._batch(self.files.validation, padded))
+            total += losses[: len(ids)].double().sum()
         if isinstance(self.trainee.module, FSDPModule):
             # Without a backward pass the outermost parameters would stay gathered, and be what is saved next.
             self.trainee.module.reshard()
