@@ -13,10 +13,11 @@ import flashdist
 from tests.support.deepspeed_runs import (
     Net,
     bucket_bytes,
+    bytes_since,
     config,
     deepspeed_on_this_group,
     even_net,
-    live_bytes,
+    live_storages,
     make,
     train,
     train_without_deepspeed,
@@ -144,7 +145,7 @@ class Wide(nn.Module):
 
 def bytes_held(rank: int, world: int, stage: int, optimizer: str) -> dict[str, float]:
     with deepspeed_on_this_group() as deepspeed:
-        before_all = live_bytes()
+        before = live_storages()
         params = {"momentum": 0.9} if optimizer == "FlashSGD" else {}
         engine = make(deepspeed, config(stage, optimizer, params, gradient_clipping=1.0), Wide)
         n = 18 * 256 * 256
@@ -154,9 +155,9 @@ def bytes_held(rank: int, world: int, stage: int, optimizer: str) -> dict[str, f
             loss = engine(x).float().square().mean()
             engine.backward(loss)
             del x, loss
-            found["before"] = (live_bytes() - before_all - bucket_bytes(engine.optimizer)) / n
+            found["before"] = (bytes_since(before) - bucket_bytes(engine.optimizer)) / n
             engine.step()
-            found["after"] = (live_bytes() - before_all - bucket_bytes(engine.optimizer)) / n
+            found["after"] = (bytes_since(before) - bucket_bytes(engine.optimizer)) / n
         del engine
         gc.collect()
         return found

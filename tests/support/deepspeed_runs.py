@@ -156,12 +156,17 @@ def train_without_deepspeed(
     return losses
 
 
-def live_bytes() -> int:
-    """Bytes of all tensors of this process."""
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """The memory of all tensors of this process. While the result is kept none of it is freed."""
     gc.collect()
     found = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.device.type != "meta"]
     found += [t.grad for t in found if t.is_leaf and t.grad is not None]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}.values())
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in found}
+
+
+def bytes_since(before: dict[int, torch.UntypedStorage]) -> int:
+    """Bytes of what is alive now and was not when ``before`` was taken (and is kept since)."""
+    return sum(storage.nbytes() for key, storage in live_storages().items() if key not in before)
 
 
 def bucket_bytes(zero: Any) -> int:
