@@ -81,7 +81,7 @@ def looked_at(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("fsdp2", 2), ("fsdp2_tp", 4)])
+@pytest.mark.parametrize(("strategy", "world_size"), [("fsdp2", 2), ("hsdp", 4)])
 def test_master_weights_memory_and_changed_weights(strategy: str, world_size: int):
     expected = looked_at(0, 1, "single")
     ranks = run_ranks(looked_at, world_size, strategy)
@@ -91,9 +91,9 @@ def test_master_weights_memory_and_changed_weights(strategy: str, world_size: in
         assert torch.equal(found["changed"]["long"], found["weights"]["long"]), "a stale correction was joined"
         assert found["placed alike"]
         assert found["next"] == expected["next"]
-    # Each rank counts its own; plain tensors are on all ranks, most others on both of the tensor-parallel ones. (The
+    # Each rank counts its own; plain tensors are on all ranks, with HSDP all others on two. (The
     # weights' storages are padded by fully_shard to the size of the largest shard.)
-    replicas = 2 if strategy == "fsdp2_tp" else 1
+    replicas = 2 if strategy == "hsdp" else 1
     for kind in ("parameters", "corrections", "moments", "scales"):
         total = sum(found["memory"][kind] for found in ranks)
         assert expected["memory"][kind] <= total <= replicas * 1.02 * expected["memory"][kind] + 64, kind

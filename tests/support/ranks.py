@@ -67,8 +67,19 @@ def _one_job(
             return True, function(rank, world_size, *args)
         finally:
             dist.destroy_process_group()
+            _forget_meshes()
     except BaseException as error:  # CheckpointException is no Exception
         return False, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+
+def _forget_meshes() -> None:
+    """torch keeps plans of redistribution by equal meshes; those of an earlier job name groups that are gone."""
+    from torch.distributed.tensor import _redistribute
+
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    for kept in vars(_redistribute).values():
+        if hasattr(kept, "cache_clear"):
+            kept.cache_clear()
 
 
 class RankPool:
