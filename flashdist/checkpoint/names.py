@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 # What torch's wrappers put between a module and the one it wraps.
@@ -26,6 +27,7 @@ class ModelTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        reshard(model)
         self.by_name: dict[str, Tensor] = {}
         self.aliases: dict[str, str] = {}
         self.parameters: dict[Tensor, str] = {}
@@ -48,6 +50,13 @@ class ModelTensors:
                 "with another model, or before the model was sharded. Give the model whose parameters it steps."
             )
         return name
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2's modules hold their shards: after an evaluation without a backward some still hold whole weights."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, bool]]:

@@ -267,6 +267,24 @@ def test_sharded_tensors_in_extra_come_back_whole(tmp_path):
     run_ranks(sharded_extra_worker, 2, str(tmp_path / "c"))
 
 
+def evaluated_worker(rank, world_size, path):
+    model, opt, scheduler = net(world_size, True)
+    run(model, opt, scheduler, rank, 0, 2)
+    with torch.no_grad():
+        model(torch.ones(2, 37, dtype=torch.bfloat16))
+    checkpoint.save(path, model, opt)
+    with torch.no_grad():
+        model(torch.ones(2, 37, dtype=torch.bfloat16))
+    checkpoint.load(path, model, opt)
+    run(model, opt, scheduler, rank, 2, 3)
+
+
+def test_a_model_that_was_just_evaluated_is_saved_as_its_shards(tmp_path):
+    """After a forward without a backward FSDP2's root holds whole weights."""
+    run_ranks(evaluated_worker, 2, str(tmp_path / "c"))
+    assert checkpoint.verify(tmp_path / "c").strategy == "fsdp2"
+
+
 def names_worker(rank, world_size, path):
     model, opt = trained("fsdp2", world_size)
     checkpoint.save(path, model, opt)
