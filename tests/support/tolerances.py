@@ -51,8 +51,8 @@ TABLE: dict[str, Row] = {
     ),
     "case 26 lognormal scales, unlucky draw, lr": Row(
         0.7,
-        "16 draws: 0.28 to 0.63, one above 0.6 (0.26 to 0.62, two above, with a momentum rounded to nearest, which then "
-        "sticks at a code and drifts without end)",
+        "16 draws: 0.28 to 0.63, one above 0.6 (0.26 to 0.62, two above, with a momentum rounded to nearest, which "
+        "then sticks at a code and drifts without end)",
     ),
     "case 27 decay, relative": Row(1e-4, "case 27: w = 1, lr * wd = 1e-6, 10,000 steps"),
     # The Triton kernel against the eager backend, one step from the same state.
