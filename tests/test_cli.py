@@ -58,12 +58,17 @@ def test_what_is_no_checkpoint_is_one_line(command, tmp_path, name):
     assert "no such folder" in err
 
 
-def test_help_has_examples():
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "COLUMNS": "100"}
-    for name in ("inspect", "verify"):
-        run = subprocess.run(
-            [sys.executable, "-m", "flashdist", name, "--help"],
-            capture_output=True, text=True, timeout=120, check=False, env=environment,
-        )  # fmt: skip
-        assert run.returncode == 0
-        assert f"Example: flashdist {name}" in run.stdout
+@pytest.mark.parametrize("name", ["inspect", "verify", "plan"])
+def test_help_has_examples(command, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "100")
+    status, out, _ = command(name, "--help")
+    assert status == 0
+    assert f"Example: flashdist {name}" in out
+
+
+def test_the_package_runs_as_a_program(saved):
+    run = subprocess.run(
+        [sys.executable, "-m", "flashdist", "verify", "-q", str(saved)],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr

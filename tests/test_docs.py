@@ -1,4 +1,7 @@
-"""The Python blocks of the documentation run, page by page, each page in one namespace and an empty folder."""
+"""The Python blocks of the documentation run, page by page, each page in one namespace and an empty folder.
+
+Blocks that begin with ```python are whole programs; fragments begin with ```py.
+"""
 
 from __future__ import annotations
 

@@ -119,7 +119,10 @@ def alike_training(rank: int, world: int, stage: int) -> dict[str, Any]:
                 "rates": rates}  # fmt: skip
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (2, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("stage", "world"),
+    [(0, 2), (2, 3), (3, 3), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [(1, 3), (3, 2)])],
+)
 def test_odd_sizes_clipping_accumulation_schedule_and_param_groups(stage, world):
     for found in run_ranks(alike_training, world, stage):
         losses, ours, stock = (torch.tensor(found[k]) for k in ("losses", "ours", "stock"))
@@ -165,8 +168,12 @@ def bytes_held(rank: int, world: int, stage: int, optimizer: str) -> dict[str, f
 
 @pytest.mark.parametrize(
     ("optimizer", "state", "stage", "world"),
-    [("FlashAdamW", 3.1875, stage, world) for stage, world in [(0, 2), (1, 2), (2, 3), (3, 2), (3, 3)]]
-    + [("FlashLion", 2.0625, 2, 2), ("FlashSGD", 2.0625, 3, 2)],
+    [("FlashAdamW", 3.1875, stage, world) for stage, world in [(0, 2), (1, 2), (3, 3)]]
+    + [("FlashLion", 2.0625, 2, 2)]
+    + [
+        pytest.param(*rest, marks=pytest.mark.slow)
+        for rest in [("FlashAdamW", 3.1875, 2, 3), ("FlashAdamW", 3.1875, 3, 2), ("FlashSGD", 2.0625, 3, 2)]
+    ],
 )
 def test_bytes_before_and_after_the_step(optimizer, state, stage, world):
     expected = {0: 4 + state, 3: (4 + state) / world}.get(stage, 2 + (2 + state) / world)

@@ -73,9 +73,10 @@ def _one_job(
 
 
 def _forget_meshes() -> None:
-    """torch keeps plans of redistribution by equal meshes; those of an earlier job name groups that are gone."""
-    from torch.distributed.tensor import _redistribute
+    """torch keeps plans and placements by equal meshes; those of an earlier job name groups that are gone."""
+    from torch.distributed.tensor import _redistribute, debug
 
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     for kept in vars(_redistribute).values():
         if hasattr(kept, "cache_clear"):
