@@ -57,17 +57,23 @@ def zero_gradient_excess(sigma: float, beta2: float, active: bool, seed: int) ->
     return worst, last
 
 
-@pytest.mark.parametrize("beta2", [0.999, 0.95])
-@pytest.mark.parametrize(("sigma", "bound"), [(0.0, "case 26 equal scales, lr"), (1.0, "case 26 lognormal scales, lr")])
+MISSED = pytest.mark.xfail(
+    strict=True,
+    reason="0.63 lr: an element with a hundredth of its largest neighbour's gradients has a variance code of 1 or 2 of "
+    "255, and a root of 0.44 of exact. 6 of 48 draws miss 0.6 (worst 0.85), 7 of 48 with a momentum rounded to nearest",
+)
+DRAWS = [(0.0, 0.999, 0), (0.0, 0.95, 0), *((1.0, beta2, seed) for beta2 in (0.999, 0.95) for seed in (0, 1, 2))]
+
+
 @pytest.mark.parametrize("active", [False, True], ids=["all stop", "beside an active one"])
-def test_case_26_after_gradients_stop_no_step_exceeds_exacts(active, sigma, bound, beta2):
-    """The worst of 1,024,000 steps: where neighbours differ by e that is a matter of luck. Of three draws the middle
-    one keeps the case's bound, and none is far above it."""
-    found = sorted(zero_gradient_excess(sigma, beta2, active, seed) for seed in range(3 if sigma else 1))
-    assert found[len(found) // 2][0] <= tolerance(bound)
-    assert found[-1][0] <= tolerance("case 26 lognormal scales, unlucky draw, lr")
+@pytest.mark.parametrize(("sigma", "beta2", "seed"), DRAWS)
+def test_case_26_after_gradients_stop_no_step_exceeds_exacts(request, active, sigma, beta2, seed):
+    worst, last = zero_gradient_excess(sigma, beta2, active, seed)
     # The momentum dies: it does not stick on a code.
-    assert max(last for _, last in found) <= 1e-6
+    assert last <= 1e-6
+    if (sigma, beta2, seed) == (1.0, 0.999, 0):
+        request.node.add_marker(MISSED)
+    assert worst <= tolerance("case 26 lognormal scales, lr" if sigma else "case 26 equal scales, lr")
 
 
 def step_of_a_dead_element(momentum: Rounding) -> float:
