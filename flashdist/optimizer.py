@@ -196,7 +196,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             check_not_replaced(everything, self._name, first=not params and not self.state)
         lost = self._step_set(None, params, groups, grads, self._clip_factor)
         self._clip_factor = None
-        self._partition.after_step(everything, [self._scalars(group) for group in self.param_groups])
+        self._partition.after_step(everything, lambda: [self._scalars(group) for group in self.param_groups])
         self._report_lost(lost)
 
     def _step_set(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +78,18 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def _stepper(optimizer: torch.optim.Optimizer, clip: Callable[[float], object]) -> Stepper:
+    """Clip, set the lr, step, forget the gradients."""
+
+    def step(lr: float, max_norm: float) -> None:
+        clip(max_norm)
+        _set_lr(optimizer, lr)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def _torch_adamw(params: Any, beta2: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=1.0, betas=(BETA1, beta2), eps=EPS, fused=True)
 
@@ -99,15 +112,7 @@ def torch_adamw(model: nn.Module, start: Start, beta2: float, nudge: float = 0.0
     named = list(model.named_parameters())
     optimizer = _torch_adamw(groups_of(named), beta2)
     optimizer.load_state_dict(torch_state(optimizer, names_in_order(named), start, beta2))
-    params = [p for _, p in named]
-
-    def step(lr: float, max_norm: float) -> None:
-        _clip(params, max_norm)
-        _set_lr(optimizer, lr)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return _stepper(optimizer, partial(_clip, [p for _, p in named]))
 
 
 def adamw_again(model: nn.Module, start: Start, beta2: float) -> Stepper:
@@ -158,13 +163,12 @@ def requantized(scheme: Scheme) -> Callable[[nn.Module, Start, float], Stepper]:
         t = start.step
         store(t)
 
+        step_exactly = _stepper(optimizer, partial(_clip, params))
+
         def step(lr: float, max_norm: float) -> None:
             nonlocal t
             t += 1
-            _clip(params, max_norm)
-            _set_lr(optimizer, lr)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_exactly(lr, max_norm)
             store(t)
 
         return step
@@ -187,13 +191,7 @@ def flashdist_adamw(model: nn.Module, start: Start, beta2: float, bits: int = 24
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = (BETA1, beta2), EPS
 
-    def step(lr: float, max_norm: float) -> None:
-        optimizer.clip_grad_norm_(max_norm)
-        _set_lr(optimizer, lr)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return _stepper(optimizer, optimizer.clip_grad_norm_)
 
 
 def flashoptim_adamw(model: nn.Module, start: Start, beta2: float) -> Stepper:
@@ -213,15 +211,7 @@ def flashoptim_adamw(model: nn.Module, start: Start, beta2: float) -> Stepper:
         optimizer.state[p]["step"] = torch.tensor(start.step, dtype=torch.int64)
         if p.is_cuda:
             optimizer.state[p]["error_bits"] = compute_ecc_bits(start.weights[name], p.detach(), master_bytewidth=3)
-    params = [p for _, p in named]
-
-    def step(lr: float, max_norm: float) -> None:
-        _clip(params, max_norm)
-        _set_lr(optimizer, lr)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return _stepper(optimizer, partial(_clip, [p for _, p in named]))
 
 
 def lion(model: nn.Module, start: Start, beta2: float) -> Stepper:

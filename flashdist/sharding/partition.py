@@ -58,8 +58,8 @@ class Partition(Protocol):
         """Raise where a step cannot be taken. ``params`` are all of the optimizer, ``name`` is for messages."""
         ...
 
-    def after_step(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
-        """Bring what other ranks have stepped here. ``params`` are all of the optimizer."""
+    def after_step(self, params: Sequence[Tensor], scalars: Callable[[], Sequence[GroupScalars]]) -> None:
+        """Bring what other ranks have stepped here. ``params`` are all of the optimizer's, ``scalars`` its groups'."""
         ...
 
     def check_new_group(self) -> None:
@@ -103,7 +103,7 @@ class AsPlaced:
     def before_step(self, params: Sequence[Tensor], name: Callable[[Tensor], str]) -> None:
         pass
 
-    def after_step(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
+    def after_step(self, params: Sequence[Tensor], scalars: Callable[[], Sequence[GroupScalars]]) -> None:
         pass
 
     def check_new_group(self) -> None:

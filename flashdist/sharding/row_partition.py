@@ -107,14 +107,14 @@ class RowPartition:
             check_same_weights([p for p in params if p.requires_grad], self.group, name)
             self._compared = True
 
-    def after_step(self, params: Sequence[Tensor], scalars: Sequence[GroupScalars]) -> None:
+    def after_step(self, params: Sequence[Tensor], scalars: Callable[[], Sequence[GroupScalars]]) -> None:
         grads = [g is not None for g in map(_GRAD, params)]
         # Not only what has a gradient now: ranks that disagree about it must still meet in the same collective calls.
         moving = list(map(or_, map(_TRAINABLE, params), grads))
         key = [*moving, *map(Tensor.data_ptr, params)]
         if self._gathers is None or self._gathers[0] != key:
             self._gathers = key, self._plan([p for p, moves in zip(params, moving, strict=True) if moves])
-        digest = step_digest(grads, scalars)
+        digest = step_digest(grads, scalars())
         # All gathers first: the ranks must not part before the last one.
         found = [gather.run(digest) for gather in self._gathers[1]]
         for digests in found:

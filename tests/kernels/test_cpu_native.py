@@ -10,25 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashdist import FlashAdam, FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, FlashSGDW, compile_cpu_step
+from flashdist import FlashAdamW, FlashOptimizer, compile_cpu_step
 from flashdist.kernels import cpu_native, eager
 from tests.conftest import needs_compiler
 from tests.support.backends import BF16, FP16, FP32, assert_same_bits, snapshot
+from tests.support.rules import CASES
 
-CASES: dict[str, tuple[Callable[..., FlashOptimizer], dict[str, Any]]] = {
-    "adamw": (FlashAdamW, {"weight_decay": 0.1}),
-    "adamw without dither": (FlashAdamW, {"betas": (0.9, 0.95)}),
-    "adamw 32 bits": (FlashAdamW, {"master_weight_bits": 32}),
-    "adamw without correction": (FlashAdamW, {"master_weight_bits": None}),
-    "adamw fp32 moments": (FlashAdamW, {"quantize": False}),
-    "adamw eps 0": (FlashAdamW, {"eps": 0.0}),
-    "adam": (FlashAdam, {"weight_decay": 0.1, "maximize": True}),
-    "lion": (FlashLion, {"weight_decay": 0.1}),
-    "sgd": (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1, "dampening": 0.1}),
-    "plain sgd": (FlashSGD, {}),
-    "sgdw": (FlashSGDW, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    "plain sgdw": (FlashSGDW, {}),
-}
 # Full tiles, rows with gaps, tiles that end inside a row, vectors, nothing.
 SHAPES = [(64, 96), (5, 33), (3, 1000), (40, 3, 3, 4), (2, 7, 9), (70,), (1, 32), (1,), (), (0, 64)]
 

@@ -9,23 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashdist import FlashAdam, FlashAdamW, FlashLion, FlashOptimizer, FlashSGD, FlashSGDW
+from flashdist import FlashOptimizer
 from flashdist.kernels import eager
 from tests.support.backends import BF16, FP16, FP32, BackendUnderTest
+from tests.support.rules import CASES
 
-CASES: dict[str, tuple[Callable[..., FlashOptimizer], dict[str, Any]]] = {
-    "adamw": (FlashAdamW, {"weight_decay": 0.1}),
-    "adamw without dither": (FlashAdamW, {"betas": (0.9, 0.8)}),
-    "adamw 32 bits": (FlashAdamW, {"master_weight_bits": 32}),
-    "adamw without correction": (FlashAdamW, {"master_weight_bits": None}),
-    "adamw fp32 moments": (FlashAdamW, {"quantize": False}),
-    "adamw eps 0": (FlashAdamW, {"eps": 0.0}),
-    "adam": (FlashAdam, {"weight_decay": 0.1, "maximize": True}),
-    "lion": (FlashLion, {"weight_decay": 0.1}),
-    "sgd": (FlashSGD, {"momentum": 0.9, "weight_decay": 0.1}),
-    "plain sgd": (FlashSGD, {}),
-    "sgdw": (FlashSGDW, {"momentum": 0.9, "nesterov": True}),
-}
 SHAPES = [(64, 96), (5, 33), (70,), (1, 32)]
 CPU = BackendUnderTest("eager", torch.device("cpu"))
 
