@@ -87,7 +87,9 @@ def saves(rank, ranks, strategy, path):
     names, states = get_state_dict(model, opt)
     before = everything(model, opt)
     if strategy == "zero1":  # what is staged is what was there at the call
-        pending = dcp.async_save({"model": names, "optim": states}, checkpoint_id=path)
+        # A group of its own: the thread that saves and step() would otherwise meet in each other's collective calls.
+        saving = dist.new_group(backend="gloo")
+        pending = dcp.async_save({"model": names, "optim": states}, checkpoint_id=path, process_group=saving)
         train(model, opt, 3)
         pending.result()
     else:
