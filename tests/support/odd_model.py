@@ -43,15 +43,15 @@ class Odd(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def build(strategy, world_size, dtype=torch.bfloat16, model_class=Odd):
+def build(strategy, world_size, dtype=torch.bfloat16, model_class=Odd, device="cpu"):
     """The sharded model; wrapped only where the strategy wraps (ddp)."""
-    model = model_class().to(dtype)
+    model = model_class().to(dtype).to(device)
     if strategy == "fsdp2":
-        shard(model, init_device_mesh("cpu", (world_size,)))
+        shard(model, init_device_mesh(device, (world_size,)))
     elif strategy == "hsdp":
-        shard(model, init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")))
+        shard(model, init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", "shard")))
     elif strategy == "fsdp2_tp":
-        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device, (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
         plan = {
             "column": ColwiseParallel(output_layouts=Replicate()),
             "row": RowwiseParallel(input_layouts=Replicate()),
@@ -97,6 +97,7 @@ def tensors_of(model, opt):
 
 def part_of(full, like):
     """The part of a full tensor that this rank holds of ``like``, placed like it."""
+    full = full.to(like.device)
     if not isinstance(like, DTensor):
         return full.clone()
     shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)

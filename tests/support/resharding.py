@@ -62,9 +62,9 @@ def options(way: str) -> StateDictOptions:
     )
 
 
-def trained(strategy: str, world_size: int, seeds: range) -> tuple[Any, Any]:
+def trained(strategy: str, world_size: int, seeds: range, device: str = "cpu") -> tuple[Any, Any]:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    model = build(strategy, world_size)
+    model = build(strategy, world_size, device=device)
     opt = make_optimizer(model, strategy)
     fill(model, seeds.start)
     for seed in seeds:
@@ -74,9 +74,9 @@ def trained(strategy: str, world_size: int, seeds: range) -> tuple[Any, Any]:
 
 
 @functools.cache
-def expected() -> tuple[Tensors, Tensors]:
+def expected(device: str = "cpu") -> tuple[Tensors, Tensors]:
     """All tensors of one process after the three steps, and after the next. (Sharded runs have the same bits.)"""
-    model, opt = trained("single", 1, range(3))
+    model, opt = trained("single", 1, range(3), device)
     saved = {name: t.clone() for name, t in tensors_of(model, opt).items()}
     step(model, opt, 7)
     return saved, tensors_of(model, opt)
@@ -94,9 +94,9 @@ def same(mine: Tensor, whole: Tensor) -> bool:
     return mine.dtype == part.dtype and torch.equal(mine.view(torch.uint8), part.reshape(-1).view(torch.uint8))
 
 
-def save_worker(rank: int, world_size: int, strategy: str, path: str) -> list[str]:
+def save_worker(rank: int, world_size: int, strategy: str, path: str, device: str = "cpu") -> list[str]:
     """Train and save in every way; the names of what then differs from one process."""
-    model, opt = trained(strategy, world_size, range(3))
+    model, opt = trained(strategy, world_size, range(3), device)
     checkpoint.save(f"{path}/{OWN}", model, opt)
     for way in (NESTED, FLATTENED, FULL):
         weights, states = get_state_dict(model, opt, options=options(way))
@@ -107,7 +107,7 @@ def save_worker(rank: int, world_size: int, strategy: str, path: str) -> list[st
                 torch.save({"model": weights, "optim": states}, f"{path}/{way}")
             except TypeError as error:
                 Path(f"{path}/{REFUSED}").write_text(str(error), encoding="utf-8")
-    return differing(model, opt, expected()[0])
+    return differing(model, opt, expected(device)[0])
 
 
 def load(way: str, path: str, model: Any, opt: Any) -> None:
@@ -131,16 +131,18 @@ def load(way: str, path: str, model: Any, opt: Any) -> None:
     set_state_dict(model, opt, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"], options=options(way))
 
 
-def load_worker(rank: int, world_size: int, strategy: str, path: str, ways: tuple[str, ...]) -> dict[str, str]:
+def load_worker(
+    rank: int, world_size: int, strategy: str, path: str, ways: tuple[str, ...], device: str = "cpu"
+) -> dict[str, str]:
     """Load into a model that was trained to something else; per way: EQUAL, or what is wrong."""
     found = {}
-    model, opt = trained(strategy, world_size, range(99, 100))
+    model, opt = trained(strategy, world_size, range(99, 100), device)
     for seed, way in enumerate(ways):
         fill(model, 200 + seed)
         for p in getattr(model, "module", model).unused.parameters():
             p.grad = torch.ones_like(p)
         step(model, opt, 300 + seed)
-        alike = tensors_of(model, opt).keys() - set(differing(model, opt, expected()[0]))
+        alike = tensors_of(model, opt).keys() - set(differing(model, opt, expected(device)[0]))
         # What cannot differ: steps count alike now and then, and a part may have no element, or one.
         alike = {n for n in alike if local(tensors_of(model, opt)[n]).numel() > 2}
         assert not alike, f"this test could not tell: {alike}"
@@ -149,9 +151,9 @@ def load_worker(rank: int, world_size: int, strategy: str, path: str, ways: tupl
         except BaseException as error:  # CheckpointException is no Exception
             found[way] = f"{type(error).__name__}: {error}"
             continue
-        wrong = differing(model, opt, expected()[0])
+        wrong = differing(model, opt, expected(device)[0])
         step(model, opt, 7)
-        wrong_next = differing(model, opt, expected()[1])
+        wrong_next = differing(model, opt, expected(device)[1])
         found[way] = EQUAL if not wrong + wrong_next else f"DIFFERS: {wrong[:5]}; after a step {wrong_next[:5]}"
     return found
 
