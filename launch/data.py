@@ -70,6 +70,8 @@ def bundled() -> list[Document]:
 def in_folder(folder: Path, pattern: str = "*") -> list[Document]:
     """The files below a folder whose names fit a shell pattern, sorted by name; hidden and empty ones are left out.
 
+    A document's ``read`` raises UserError where a file cannot be read, or has zero bytes and so is no text.
+
     Raises:
         UserError: no folder, one that cannot be read, or no such file in it.
     """
@@ -106,9 +108,15 @@ def _of_file(name: str, path: Path) -> Document:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        text = path.read_bytes()
     except OSError as error:
         raise UserError(f"data.folder: {path} cannot be read: {error.strerror}") from error
+    if 0 in text:  # pictures, archives, UTF-16: a model would quietly be trained on noise
+        raise UserError(
+            f"data.folder: {path} has zero bytes, so it is no text in UTF-8: leave it out (data.pattern, such as "
+            "'*.txt'), or convert it"
+        )
+    return text
 
 
 def _raise(error: OSError) -> None:

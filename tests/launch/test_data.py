@@ -73,3 +73,13 @@ def test_an_unreadable_file_is_named(tmp_path):
 def test_about_the_asked_share_is_held_out():
     out = [held_out(f"document {i}", 10) for i in range(1000)]
     assert 70 <= sum(out) <= 130
+
+
+@pytest.mark.parametrize("content", [bytes(range(256)), "a text".encode("utf-16")], ids=["bytes", "UTF-16"])
+def test_a_file_that_is_no_text_is_named(tmp_path, content):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "b.bin").write_bytes(content)
+    text, other = in_folder(tmp_path)
+    assert text.read() == b"a text"
+    with pytest.raises(UserError, match=r"b\.bin has zero bytes.*data\.pattern"):
+        other.read()
