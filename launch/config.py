@@ -29,6 +29,9 @@ import yaml
 T = TypeVar("T")
 
 EXIT_CODE = 2
+# What PyYAML raises for what it cannot build: besides its own errors a date like 2024-13-45, `!!int abc`, a list as a
+# key, a number of 5,000 digits, brackets a thousand deep.
+NO_YAML = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
 class UserError(Exception):
@@ -76,7 +79,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read: {_reason(error)}") from error
     try:
         tree = yaml.load(text, _Loader)  # a subclass of SafeLoader
-    except yaml.YAMLError as error:
+    except NO_YAML as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
         place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         raise UserError(f"{place}: no valid YAML: {' '.join(str(problem).split())}") from error
@@ -137,7 +140,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise UserError(f"{override!r} is no override: write key.of.a.field=value, such as train.steps=100")
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except NO_YAML:
         value = text  # such as *.txt, which would be a reference
     *sections, last = key.split(".")
     for section in sections:

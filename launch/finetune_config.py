@@ -82,6 +82,8 @@ class TrainSection:
     def __post_init__(self) -> None:
         if min(self.steps, self.warmup) < 0 or min(self.epochs, self.batch, self.accumulate) < 1 or self.clip < 0:
             raise ValueError("steps, warmup and clip must be >= 0, epochs, batch and accumulate >= 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be at least 0 and below 2^63, got {self.seed}")
         if self.batch % self.accumulate:
             raise ValueError(f"batch={self.batch} is no multiple of accumulate={self.accumulate}")
         if self.gradient_release and self.accumulate > 1:

@@ -111,6 +111,8 @@ class TrainSection:
     def __post_init__(self) -> None:
         _at_least(1, steps=self.steps, batch=self.batch, micro_batch=self.micro_batch)
         _at_least(0, warmup=self.warmup, seed=self.seed)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2^63, got {self.seed}")
         if not 0 <= self.final_lr <= 1:
             raise ValueError(f"final_lr is a share between 0 and 1, got {self.final_lr}")
         if not self.max_norm > 0:

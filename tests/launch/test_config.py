@@ -82,12 +82,25 @@ def test_a_mistake_is_one_line_that_names_the_key(override, message):
         ("- a\n", "must hold `key: value` lines, but holds a list"),
         ("a: b: c\n", "line 1, column 5: no valid YAML: mapping values are not allowed"),
         ("inner:\n  pair: !!python/tuple [1, 2]\n", "no valid YAML"),
+        ("? [a]\n: b\n", "no valid YAML"),
+        ("name: 2024-13-45\n", "no valid YAML: month must be"),
+        ("name: !!int abc\n", "no valid YAML"),
+        ("name: !!timestamp abc\n", "no valid YAML"),
+        ("name: !!bool maybe\n", "no valid YAML"),
+        ("[" * 5000, "no valid YAML"),
+        ("inner:\n  steps: " + "1" * 5000, "no valid YAML"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_a_broken_file_is_named_with_its_line(tmp_path, text, message):
     with pytest.raises(UserError, match=message) as caught:
         load(Outer, written(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["2024-13-45", "!!int abc", "[" * 5000])
+def test_an_override_that_is_no_yaml_is_text(value):
+    assert load(Outer, None, [f"name={value}"]).name == value
 
 
 def test_a_pattern_needs_no_quotes():

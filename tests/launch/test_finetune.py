@@ -124,6 +124,7 @@ MISTAKES = [
     (["data.train=null"], "data.train is missing"),
     (["data.sequence=1"], "sequence must be at least 2"),
     (["data.sequence=4"], "no record has a token to learn"),
+    ([f"train.seed={2**63}"], "seed must be"),
     (["train.accumulate=2"], "cannot go with gradient_release"),
     (["train.accumulate=3", "train.gradient_release=false"], "no multiple"),
     (["optimizer.name=torch_adamw"], "has no gradient release"),

@@ -52,6 +52,7 @@ def assert_refused(outcome: Outcome, *parts: str) -> None:
         (["data.tokenizer=bpee"], ["data.tokenizer 'bpee' is neither bytes nor bpe"]),
         (["parallel.strategy=hsdp", "parallel.shard_ranks=2"], ["needs 4 ranks", "started: 1"]),
         (["train.batch=7"], ["train.batch=7 is no multiple of 1 ranks x train.micro_batch=2: take train.batch=6 or 8"]),
+        ([f"train.seed={2**63}"], ["seed must be below 2^63"]),
         (["train.batch=1"], ["take train.batch=2"]),
         (["model.context=100000"], ["tokens, too few for one sequence of model.context=100000"]),
         (["model.vocab_size=100"], ["model.vocab_size=100 is below the tokenizer's 257"]),
