@@ -31,3 +31,29 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
         line = text[: block.start()].count("\n") + 1
         code = compile("\n" * line + block.group(1), str(page), "exec")
         exec(code, namespace)
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page):
+    """As GitHub makes them of headings: lower case, without punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))],
+    ids=lambda page: f"{page.parent.name}/{page.stem}",
+)
+def test_links_lead_somewhere(page):
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{target} is not there"
+        assert not anchor or anchor in anchors(file), f"{target} has no heading #{anchor}"
+
+
+def test_every_page_is_in_the_index():
+    index = {target for target, _ in LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= index
