@@ -32,6 +32,8 @@ def to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {FLOAT: repr(value)}
     if isinstance(value, Tensor):
+        while name in tensors:  # as of {"a.b": x, "a": {"b": y}}
+            name += "'"
         tensors[name] = value.detach()
         return {TENSOR: name}
     if type(value) is list:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,4 +145,36 @@ def _parse(body: dict[str, Any]) -> Manifest:
     unlisted = {piece.file for stored in tensors.values() for piece in stored.pieces} - files.keys()
     if unlisted:
         raise CheckpointError(f"the manifest has tensors in files without a checksum: {sorted(unlisted)}")
+    for name, stored in tensors.items():
+        _check_pieces(name, stored, files)
     return Manifest(**{**body, "files": files, "tensors": tensors})
+
+
+def _check_pieces(name: str, stored: StoredTensor, files: dict[str, FileRecord]) -> None:
+    """CheckpointError unless the pieces lie inside their files and make up the tensor, without holes and overlaps."""
+    rank = len(stored.shape)
+    for piece in stored.pieces:
+        inside = len(piece.offsets) == len(piece.sizes) == rank and all(
+            0 <= o and 0 < n and o + n <= whole
+            for o, n, whole in zip(piece.offsets, piece.sizes, stored.shape, strict=True)
+        )
+        end = piece.start + math.prod(piece.sizes) * stored.dtype.itemsize
+        if not inside or piece.start < 0 or end > files[piece.file].bytes:
+            raise CheckpointError(f"the manifest is damaged or forged: a piece of {name} lies outside of it: {piece}")
+    # Boxes inside the tensor that have its volume in all leave a hole only where two of them overlap.
+    if sum(math.prod(piece.sizes) for piece in stored.pieces) != math.prod(stored.shape) or _overlap(stored.pieces):
+        raise CheckpointError(f"the manifest is damaged or forged: the pieces of {name} do not make it up")
+
+
+def _overlap(pieces: tuple[StoredPiece, ...]) -> bool:
+    ordered = sorted(pieces, key=lambda piece: piece.offsets)
+    for i, piece in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if piece.offsets and other.offsets[0] >= piece.offsets[0] + piece.sizes[0]:
+                break  # and so do all that follow
+            if all(
+                a < b + n and b < a + m
+                for a, m, b, n in zip(piece.offsets, piece.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                return True
+    return False

@@ -36,6 +36,11 @@ class ModelTensors:
             if tensor in first:
                 self.aliases[name] = first[tensor]
                 continue
+            if name in self.by_name:
+                raise ValueError(
+                    f"two tensors of the model are called {name} once the names of wrappers {_WRAPPERS} are left out: "
+                    "rename one of the modules"
+                )
             first[tensor] = name
             self.by_name[name] = tensor
             if is_parameter:

@@ -74,6 +74,8 @@ def shard_header(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece], list[int]
     begins, position = [], 0
     for piece in ordered:
         end = position + nbytes(piece.tensor.shape, piece.tensor.dtype)
+        if piece.key in entries:
+            raise ValueError(f"two tensors would be called {piece.key} in the checkpoint: rename one of them")
         entries[piece.key] = {
             "dtype": DTYPES[piece.tensor.dtype],
             "shape": list(piece.tensor.shape),
