@@ -30,8 +30,11 @@ from torch.distributed.fsdp import FSDPModule
 import flashdist
 from flashdist import checkpoint
 from flashdist.memory import summarize
+from flashdist.sharding.local_shard import local
 
 Batch = tuple[Tensor, Tensor]
+# What a resume takes from its config, like the learning rate, and not from the checkpoint.
+_FROM_CONFIG = ("betas", "eps", "momentum", "weight_decay")
 
 
 class RunError(Exception):
@@ -76,6 +79,8 @@ class Training:
             self._load(resume)
 
     def _load(self, path: Path) -> None:
+        groups = self.trainee.optimizer.param_groups
+        asked = [{key: group[key] for key in _FROM_CONFIG if key in group} for group in groups]
         try:
             extra = checkpoint.load(path, self.trainee.module, self.trainee.optimizer)
         except (ValueError, OSError, checkpoint.CheckpointError) as error:
@@ -92,6 +97,8 @@ class Training:
                     f"order of the data: {remedy}"
                 )
         self.step, self.samples = extra["step"], extra["samples"]
+        for group, settings in zip(groups, asked, strict=True):
+            group.update(settings)
 
     def _position(self) -> dict[str, Any]:
         """What a checkpoint says about how far the run is in its data."""
@@ -219,6 +226,13 @@ class Training:
         reporter.say(f"step {self.step}: held-out loss {value:.4f}")
 
     def _save(self, folder: RunFolder, reporter: Reporter) -> None:
+        # The losses of the steps so far may all be finite, or were not looked at: run.log_every.
+        broken = (not bool(torch.isfinite(local(p)).all()) for p in self.trainee.module.parameters())
+        if any_rank(any(broken)):
+            raise RunError(
+                f"the weights after step {self.step} are no longer finite, earlier checkpoints are kept: go on from the "
+                "from the last one with a lower optimizer.lr or train.max_norm"
+            )
         path = folder.step_folder(self.step)
         try:
             checkpoint.save(path, self.trainee.module, self.trainee.optimizer, extra=self._position())

@@ -12,6 +12,8 @@ import torch
 from config import UserError
 from run_folder import RunFolder
 
+from flashdist.checkpoint import verify
+from flashdist.checkpoint.reading import Reader, read_plain
 from tests.support.pretraining import overrides
 
 Outcome = tuple[int, str, str]
@@ -127,3 +129,27 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_line(run):
     assert code == 1
     assert error.startswith("error: the loss of step ")
     assert "lower optimizer.lr" in error
+
+
+def test_weights_that_are_no_numbers_do_not_replace_a_checkpoint(run, tmp_path):
+    settings = ["run.save_every=1", "run.keep_last=1", "run.log_every=100"]
+    assert run(*settings)[0] == 0
+    code, _, error = run(*settings, "train.steps=8", "optimizer.lr=1e38", "--resume", "auto")
+    assert code == 1
+    assert "are no longer finite, earlier checkpoints are kept" in error
+    (kept,) = (tmp_path / "run").glob("step-*")
+    for name, stored in verify(kept).tensors.items():
+        if name.startswith("model."):
+            assert torch.isfinite(read_plain(Reader(kept, verify(kept)), [name])[name]).all(), stored
+
+
+def test_a_resume_follows_the_hyperparameters_of_its_config(run, tmp_path):
+    assert run()[0] == 0
+    changed = ["optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]", "optimizer.eps=1e-7"]
+    assert run("train.steps=3", *changed, "--resume", "auto")[0] == 0
+    saved = verify(tmp_path / "run" / "step-00000003").optimizer
+    assert saved is not None
+    for group, weight_decay in zip(saved["param_groups"], (0.5, 0.0), strict=True):
+        assert group["weight_decay"] == weight_decay
+        assert group["betas"] == {"$tuple": [0.8, 0.9]}
+        assert group["eps"] == 1e-7
