@@ -230,7 +230,7 @@ class Training:
         broken = (not bool(torch.isfinite(local(p)).all()) for p in self.trainee.module.parameters())
         if any_rank(any(broken)):
             raise RunError(
-                f"the weights after step {self.step} are no longer finite, earlier checkpoints are kept: go on from the "
+                f"the weights after step {self.step} are no longer finite, earlier checkpoints are kept: go on "
                 "from the last one with a lower optimizer.lr or train.max_norm"
             )
         path = folder.step_folder(self.step)

@@ -134,7 +134,7 @@ class StreamedFile:
     def write(self, tensor: Tensor) -> None:
         """Write the next piece's tensor, in the order of :func:`in_file_order`; from a device a block at a time."""
         for block in _blocks(tensor):
-            host = block.cpu()
+            host = block.cpu().resolve_neg()  # a view that negates lazily has other bytes than values
             self._put(_bytes_of(host))
 
     def _put(self, view: memoryview) -> None:

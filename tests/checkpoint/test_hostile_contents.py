@@ -73,3 +73,13 @@ def test_tensors_that_would_share_a_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match="two tensors of the model are called weight"):
         checkpoint.save(tmp_path / "c", model, None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lazily_negated_views_are_saved_by_value(tmp_path):
+    values = torch.arange(1.0, 7.0).view(2, 3)
+    model = nn.Linear(2, 2)
+    extra = {"negated": torch._neg_view(values), "transposed": torch._neg_view(values).t()}
+    checkpoint.save(tmp_path / "c", model, None, extra=extra)
+    found = checkpoint.load(tmp_path / "c", model, None)
+    assert torch.equal(found["negated"], -values)
+    assert torch.equal(found["transposed"], -values.t())
