@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_backend
+from flashdist.lazy import outside_graphs
 from flashdist.memory import MemorySummary, summarize
 from flashdist.numerics.fingerprint import drop_stale
 from flashdist.numerics.rules import GroupScalars, Rule
@@ -162,7 +163,7 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     # Step.
 
-    @torch.compiler.disable
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, once.
 
@@ -270,7 +271,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 f"{'; '.join(bad[:8])}{more}. Use master_weight_bits=32 for these parameters, or a larger lr."
             )
 
-    @torch.compiler.disable
+    @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and drop a clip factor that no step has used."""
         self._clip_factor = None
@@ -278,7 +279,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             self._release.drop()
         super().zero_grad(set_to_none)
 
-    @torch.compiler.disable
+    @outside_graphs
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global gradient norm in the next step.

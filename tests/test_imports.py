@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ FILES = {
 
 # A module may import what stands in a lower row, and its own row if that is one folder. The longest prefix counts.
 LAYERS: list[set[str]] = [
-    {"flashdist.version"},
+    {"flashdist.version", "flashdist.lazy"},
     {"flashdist.numerics"},
     {"flashdist.kernels"},
     {"flashdist.sharding"},
@@ -199,3 +201,19 @@ def test_the_reading_of_imports_itself(tmp_path, monkeypatch):
         test_imports_point_downward("flashdist.numerics.m")
     with pytest.raises(AssertionError, match="imports triton"):
         test_optional_packages_are_imported_in_their_place_only("flashdist.numerics.m")
+
+
+def test_importing_the_package_stays_quick():
+    """What takes long to import, or need not be there, is not imported with the package."""
+    slow = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp")
+    absent = ("triton", "deepspeed", "transformers", "accelerate", "safetensors", "typer", "rich")
+    program = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import flashdist\n"
+        "flashdist.cast_model(torch.nn.Linear(32, 32))\n"
+        f"print(sorted((set(sys.modules) - before) & set({slow + absent!r})))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

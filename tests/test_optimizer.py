@@ -290,3 +290,44 @@ def test_a_step_without_any_gradient_does_nothing(backend: BackendUnderTest):
     opt.step()
     assert_unchanged(opt, before)
     assert not opt.state
+
+
+# Dynamo looks at .grad of what it resumes with.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_training_step_leaves_the_optimizer_out_of_its_graphs():
+    """torch.compile breaks its graph at the optimizer's calls instead of tracing them, and the bits are the same."""
+
+    def run(compile_with: Any) -> list[Tensor]:
+        model = nn.Linear(64, 32, dtype=BF16)
+        opt = FlashAdamW(model.parameters(), lr=1e-3)
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = model(x).float().square().mean()
+            loss.backward()
+            opt.clip_grad_norm_(1.0)
+            opt.step()
+            opt.zero_grad()
+            return loss.detach() * 2
+
+        if compile_with is not None:
+            train_step = torch.compile(train_step, backend=compile_with)
+        losses = []
+        for t in range(3):
+            opt.param_groups[0]["lr"] = 1e-3 / (t + 1)
+            losses.append(train_step(torch.ones(8, 64, dtype=BF16)))
+        return [*losses, *model.parameters()]
+
+    graphs: list[set[str]] = []
+
+    def record(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append({str(node.target) for node in module.graph.nodes if node.op.startswith("call")})
+        return module
+
+    torch.manual_seed(0)
+    plain = run(None)
+    torch.manual_seed(0)
+    compiled = run(record)
+    assert all(map(torch.equal, plain, compiled))
+    assert len(graphs) == 2  # the forward pass, and what follows the optimizer
+    assert "square" in graphs[0]
+    assert graphs[1] == {"detach", "<built-in function mul>"}

@@ -16,6 +16,7 @@ from torch import Tensor
 from flashdist.integrations.deepspeed_layout import Segment
 from flashdist.integrations.deepspeed_packed import Packed, pack
 from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_backend
+from flashdist.lazy import outside_graphs
 from flashdist.memory import MemorySummary, summarize
 from flashdist.numerics.fingerprint import UNKNOWN, drop_stale, fingerprint, num_tiles
 from flashdist.numerics.rules import Rule
@@ -154,7 +155,7 @@ class FlatStepping(FlashOptimizer):
 
     partitions: dict[Tensor, FlatPartition]
 
-    @torch.compiler.disable
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the partitions that are in the param groups and have a gradient."""
         if closure is not None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from flashdist.sharding.dtensors import is_dtensor
 from flashdist.sharding.local_shard import local, sharded_mesh_dims
 
 SquareSum = Callable[[Sequence[Tensor]], Tensor]
@@ -52,7 +52,7 @@ def global_norm(grads: Sequence[Tensor], norm_type: float, square_sum_on: Callab
 
 def kind_of(tensor: Tensor) -> NormKind:
     """Tensors of one kind are summed together before any communication."""
-    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    mesh = tensor.device_mesh if is_dtensor(tensor) else None
     return type(tensor) is Tensor, mesh, sharded_mesh_dims(tensor), local(tensor).device
 
 

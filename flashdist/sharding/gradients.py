@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
+
+from flashdist.sharding.dtensors import is_dtensor
 
 PLAIN = {Tensor, Parameter}
 
@@ -43,9 +44,9 @@ def placed_gradient(p: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> T
             f"{name(p)} has a sparse gradient, which these optimizers do not take. Build the embedding with "
             "sparse=False, or give this parameter to torch.optim.SparseAdam."
         )
-    if not isinstance(p, DTensor) and not isinstance(grad, DTensor):
+    if not is_dtensor(p) and not is_dtensor(grad):
         return grad
-    if not isinstance(p, DTensor) or not isinstance(grad, DTensor) or p.device_mesh != grad.device_mesh:
+    if not is_dtensor(p) or not is_dtensor(grad) or p.device_mesh != grad.device_mesh:
         raise RuntimeError(
             f"the gradient of {name(p)} is {_described(grad)}, the parameter {_described(p)}: this rank's elements of "
             "the two are not the same. Give the gradient the parameter's mesh and placements (distribute_tensor)."
@@ -56,6 +57,6 @@ def placed_gradient(p: Tensor, grad: Tensor, name: Callable[[Tensor], str]) -> T
 
 
 def _described(tensor: Tensor) -> str:
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return f"a DTensor on {tensor.device_mesh}"
     return "a plain tensor"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from flashdist.numerics.companding import GROUP
 from flashdist.numerics.groups import GroupLayout
+from flashdist.sharding.dtensors import is_dtensor
 from flashdist.sharding.row_shard import RowShard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -19,7 +23,7 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     if isinstance(tensor, RowShard):
         return tensor.to_local()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def check_placements(name: str, parameter: Tensor, layout: GroupLayout, quantize: bool = True) -> None:
@@ -34,15 +38,15 @@ def check_placements(name: str, parameter: Tensor, layout: GroupLayout, quantize
     Raises:
         ValueError: naming the parameter, its placements and the remedy.
     """
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return
     for placement in parameter.placements:
-        if isinstance(placement, Partial):
+        if placement.is_partial():
             raise ValueError(
                 f"{name} has the placement {placement}: a partial sum is no parameter. "
                 "Redistribute it to Shard or Replicate before the optimizer is built."
             )
-        if shard_dim(placement) is None and not isinstance(placement, Replicate):
+        if shard_dim(placement) is None and not placement.is_replicate():
             raise ValueError(
                 f"{name} has the placement {placement}, which is not known here: use Shard or Replicate, as "
                 "fully_shard and parallelize_module do."
@@ -86,9 +90,9 @@ def sharded_mesh_dims(tensor: Tensor) -> tuple[int, ...]:
     Raises:
         ValueError: for a Partial placement, whose local tensors are summands and no shards.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ()
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
+    if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"a gradient has the placements {tensor.placements}: redistribute it, Partial is no shard")
     return tuple(dim for dim, placement in enumerate(tensor.placements) if shard_dim(placement) is not None)
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from flashdist.sharding.dtensors import is_dtensor
 from flashdist.sharding.local_shard import sharded_mesh_dims
 
 
@@ -21,7 +21,7 @@ def summed_counts(params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[tu
     totals = [int(count) for count in counts]
     alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for i, p in enumerate(params):
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
             alike.setdefault((p.device_mesh, sharded_mesh_dims(p)), []).append(i)
     for (mesh, dims), where in alike.items():
         summed = torch.tensor([totals[i] for i in where], device=mesh.device_type)

@@ -8,13 +8,17 @@ one rank would skip and lower its scale while another steps: silently, and for t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from flashdist.sharding.dtensors import is_dtensor
 from flashdist.sharding.local_shard import shard_dim
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def check_found_inf(found_inf: Tensor | None, grads: Sequence[Tensor], unscaled: bool) -> None:
@@ -32,7 +36,7 @@ def check_found_inf(found_inf: Tensor | None, grads: Sequence[Tensor], unscaled:
         return
     lists: dict[tuple[torch.device, torch.dtype], list[dict[str, dist.ProcessGroup]]] = {}
     for g in grads:
-        if isinstance(g, DTensor):
+        if is_dtensor(g):
             lists.setdefault((g.device, g.dtype), []).append(_groups(g))
     if all(groups.keys() <= same[0].keys() for same in lists.values() for groups in same):
         return

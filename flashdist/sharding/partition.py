@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flashdist.numerics.groups import GroupLayout, group_layout
 from flashdist.numerics.rules import GroupScalars
+from flashdist.sharding.dtensors import any_dtensor
 from flashdist.sharding.local_shard import local
 from flashdist.sharding.overall import summed_counts
 from flashdist.sharding.placement import place_like
@@ -75,7 +75,7 @@ class AsPlaced:
     """A plain parameter is stepped whole, a DTensor's local shard where it is."""
 
     def parts(self, params: Sequence[Tensor]) -> list[Tensor]:
-        if isinstance(params, list) and not any(isinstance(p, DTensor) for p in params):
+        if isinstance(params, list) and not any_dtensor(params):
             return params
         return [local(p) for p in params]
 

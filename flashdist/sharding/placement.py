@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from flashdist.sharding.dtensors import is_dtensor
 from flashdist.sharding.local_shard import local as local_part
 from flashdist.sharding.row_shard import RowShard
 
@@ -27,8 +27,10 @@ def place_like(parameter: Tensor, local: Tensor, global_shape: Sequence[int]) ->
         A DTensor over the parameter's mesh whose local tensor is ``local`` itself. Uneven and empty shards are fine;
         no communication takes place.
     """
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return local
+    from torch.distributed.tensor import DTensor
+
     shape = torch.Size(global_shape)
     stride, running = [], 1
     for size in reversed(shape):

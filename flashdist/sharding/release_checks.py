@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flashdist.lazy import loaded_class
 from flashdist.optimizer import FlashOptimizer
+from flashdist.sharding.dtensors import is_dtensor
 from flashdist.sharding.local_shard import local, sharded_mesh_dims
 from flashdist.sharding.partition import AsPlaced
 
@@ -40,13 +40,14 @@ def check_arguments(opt: object, clip: str | None, max_norm: float | None, batch
 
 def check_model(model: nn.Module) -> None:
     """Raise where a wrapper reduces or keeps gradients in its own way."""
+    fsdp1 = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
                 "gradient release cannot be used with DistributedDataParallel: its gradients are complete before they "
                 "are reduced, and come back afterwards. Shard the model with fully_shard (FSDP2)."
             )
-        if isinstance(module, FullyShardedDataParallel):
+        if fsdp1 is not None and isinstance(module, fsdp1):
             raise TypeError("gradient release does not take FSDP1: shard the model with fully_shard (FSDP2)")
         if type(module).__module__.partition(".")[0] == "deepspeed":
             raise TypeError(
@@ -63,7 +64,7 @@ def released_names(model: nn.Module, opt: FlashOptimizer) -> list[str]:
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     params = opt._parameters()
-    sharded = any(isinstance(p, DTensor) and sharded_mesh_dims(p) for p in params)
+    sharded = any(is_dtensor(p) and sharded_mesh_dims(p) for p in params)
     found = []
     for p in params:
         if p not in names:
@@ -71,12 +72,12 @@ def released_names(model: nn.Module, opt: FlashOptimizer) -> list[str]:
         name = names[p]
         if p.grad is not None:
             raise RuntimeError(f"parameter {name} has a gradient: call opt.step() or opt.zero_grad() first")
-        if sharded and not isinstance(p, DTensor):
+        if sharded and not is_dtensor(p):
             raise ValueError(
                 f"parameter {name} is not sharded, others are: nobody would reduce its gradient before it is stepped. "
                 "Take it out of fully_shard's ignored_params, or freeze it and give it to another optimizer."
             )
-        if isinstance(p, DTensor) and local(p).device.type not in (p.device_mesh.device_type, "meta"):
+        if is_dtensor(p) and local(p).device.type not in (p.device_mesh.device_type, "meta"):
             raise ValueError(
                 f"parameter {name} is offloaded to {local(p).device}: its gradient may still be on its way when it "
                 "counts as complete. Do not use FSDP2's CPUOffloadPolicy with gradient release."

@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from flashdist.sharding.row_cut import Rows
 from flashdist.sharding.row_gather import gather_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _aten = torch.ops.aten
 # What may be done to a shard as to any tensor: row by row the same as to the whole.
@@ -112,9 +114,12 @@ class RowShard(torch.Tensor):
         # What is written in place stays the shard that it is.
         return shards[0] if result is shards[0]._local else shards[0].like(result, shards[0].shape)
 
-    # The protocol of torch.distributed.checkpoint (planner_helpers.py).
+    # The protocol of torch.distributed.checkpoint (planner_helpers.py), which is imported here: it takes half a second.
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         items = []
         for chunk in self.__create_chunk_list__():
             properties = TensorProperties.create_from_tensor(self._local)
@@ -123,6 +128,8 @@ class RowShard(torch.Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.rows.boxes(self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -1,0 +1,24 @@
+"""Whether a tensor is a DTensor, without importing torch.distributed.tensor: where nobody has, there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from flashdist.lazy import loaded_class
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor."""
+    dtensor = loaded_class("torch.distributed.tensor", "DTensor")
+    return dtensor is not None and isinstance(tensor, dtensor)
+
+
+def any_dtensor(tensors: Iterable[object]) -> bool:
+    """Whether one of them is a DTensor."""
+    dtensor = loaded_class("torch.distributed.tensor", "DTensor")
+    return dtensor is not None and any(isinstance(tensor, dtensor) for tensor in tensors)
