@@ -44,7 +44,7 @@ def anchors(page):
 
 @pytest.mark.parametrize(
     "page",
-    [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))],
+    [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
     ids=lambda page: f"{page.parent.name}/{page.stem}",
 )
 def test_links_lead_somewhere(page):
@@ -56,4 +56,5 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_the_index():
     index = {target for target, _ in LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))}
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= index
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - {"README.md"} <= index
