@@ -133,6 +133,22 @@ class Finetuning:
         for group in self.opt.param_groups:
             group["lr"] = rate
         which = next(self.rows)
+        if self.release is not None and self.clip and self.release.last_norm is None:
+            # The first step is clipped by its own norm. The random numbers are drawn again for the step itself.
+            with self.release.measure(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                self.backward(which)
+        loss = self.backward(which)
+        if self.clip and isinstance(self.opt, FlashOptimizer) and self.release is None:
+            self.opt.clip_grad_norm_(self.clip)
+        elif self.clip and self.release is None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.opt.step()
+        self.opt.zero_grad()
+        self.step += 1
+        return loss
+
+    def backward(self, which: Tensor) -> Tensor:
+        """Gradients of the mean loss over these rows' targets; the loss stays on the device."""
         total = int((self.training.rows.take(which).targets != IGNORE).sum())
         loss = torch.zeros((), device=self.device)
         for part in which.chunk(self.config.train.accumulate):
@@ -143,13 +159,6 @@ class Finetuning:
             piece = self.loss(rows) * (targets / total)
             piece.backward()
             loss += piece.detach()
-        if self.clip and isinstance(self.opt, FlashOptimizer) and self.release is None:
-            self.opt.clip_grad_norm_(self.clip)
-        elif self.clip and self.release is None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.opt.step()
-        self.opt.zero_grad()
-        self.step += 1
         return loss
 
     @torch.no_grad()

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +70,7 @@ class GradientRelease:
         self._pending: dict[Place, _Batch] = {}
         self._batches_done: dict[Place, int] = {}
         self._seen: set[int] = set()
-        self._in_backward = False
+        self._in_backward = self._measuring = False
         me = weakref.ref(self)
         self._hooks = [_add_hook(p, me, i) for i, p in enumerate(self._params)]
         guard_clipping(self)
@@ -94,6 +94,38 @@ class GradientRelease:
         if self._norm is None:
             raise RuntimeError('last_norm belongs to clip="previous_norm", which this release does not have')
         self._norm.set(value)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """With ``clip="previous_norm"``: a backward in here steps nothing; it measures :attr:`last_norm`, and frees the
+        gradients.
+
+        Nothing is known before the first step, so it is not clipped, and a large gradient stays in the variance long
+        after. Measured on its own batch, it is clipped exactly as torch's clip_grad_norm_ would:
+
+            with handle.measure():
+                loss_of(first_batch).backward()
+
+        ``pre_step`` is called as in a step. On several ranks the end is a collective call, so all of them measure.
+
+        Raises:
+            RuntimeError: without clipping; where gradients wait for ``opt.step()``; ``opt.step()`` in here; at the end,
+                where no backward finished.
+        """
+        if self._norm is None:
+            raise RuntimeError('measure() belongs to clip="previous_norm", which this release does not have')
+        if self._seen or self._measuring or not self.active:
+            raise RuntimeError("measure() begins before a backward, not between a backward and its opt.step()")
+        self._measuring = True
+        try:
+            yield
+            if not self._seen or self._in_backward:
+                raise RuntimeError("no backward finished inside measure(), so there is no norm")
+            self._norm.finish()
+        finally:
+            self._measuring = False
+            self._norm.forget()
+            self._forget()
 
     def owns(self, p: Tensor) -> bool:
         """Whether this parameter is stepped during backward."""
@@ -170,6 +202,8 @@ class GradientRelease:
         if self._norm is not None:
             self._norm.add(params, batch.grads, lambda device_type: self._opt._backend(device_type).grad_square_sum)
             factor = self._norm.factor
+        if self._measuring:
+            return
         groups = [self._groups[i] for i in batch.indices]
         self._opt._step_set((*place, number), params, groups, batch.grads, factor)
         # Kernels write behind autograd's back: without this, another graph that saved a weight would use the new one.
@@ -199,6 +233,8 @@ class GradientRelease:
                 "gradient release cannot be used with GradScaler: parameters are stepped before it has unscaled the "
                 "gradients. Train in bf16, which needs no scaler, or remove() the release."
             )
+        if self._measuring:
+            raise RuntimeError("opt.step() inside measure(): nothing has been stepped there; leave it first")
         if self._in_backward:
             raise RuntimeError(
                 f"the last backward did not finish: {len(self._seen)} of {len(self._params)} parameters had their "
@@ -221,6 +257,8 @@ class GradientRelease:
         Raises:
             RuntimeError: after a finished backward without step(), because its gradients are applied already.
         """
+        if self._measuring:
+            return
         if self._seen and not self._in_backward:
             raise RuntimeError(
                 "zero_grad() cannot drop the gradients of the last backward: gradient release has applied them. Call "
@@ -272,13 +310,15 @@ def enable_gradient_release(
             DTensors, in the same order on all ranks), which it may change in place. ``False`` vetoes: the parameter and
             its state stay as they are. A number or a 0-d tensor is multiplied into the gradient. None and True: go on.
         clip: ``"previous_norm"`` multiplies the gradients by ``min(1, max_norm / (norm + 1e-6))``, with the global norm
-            (over ranks) of the gradients of the step before; the first step is not clipped. No synchronisation.
+            (over ranks) of the gradients of the step before. No synchronisation. The first step is not clipped, except
+            where :meth:`GradientRelease.measure` has measured it.
         max_norm: for ``clip``.
         batch_elements: gradients wait until they have this many elements together (per rank). By default a 64th of
             the model, at least 2^25 (64 MiB in bf16) and at most 2^27. Vectors wait apart.
 
     Returns:
-        A handle with ``remove()``, ``active`` and ``last_norm``; as a context manager it removes itself at the end.
+        A handle with ``remove()``, ``active``, ``last_norm`` and ``measure()``; as a context manager it removes itself
+        at the end.
 
     Raises:
         TypeError: an optimizer of another library; FSDP1; DeepSpeed.

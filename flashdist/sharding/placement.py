@@ -32,13 +32,19 @@ def place_like(parameter: Tensor, local: Tensor, global_shape: Sequence[int]) ->
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size(global_shape)
-    stride, running = [], 1
+    steps, running = [], 1
     for size in reversed(shape):
-        stride.append(running)
+        steps.append(running)
         running *= max(size, 1)
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=tuple(reversed(stride))
-    )
+    stride = tuple(reversed(steps))
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if local.device.type not in (mesh.device_type, "meta"):
+        # CPUOffloadPolicy keeps shards on the host in a mesh of GPUs, where from_local would copy them to the GPU.
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+        return DTensor(local, spec, requires_grad=False)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -200,3 +200,18 @@ def test_config_is_kept_with_the_run(inputs, tmp_path):
     assert run(config, tmp_path / "c", "train.steps=1", "run.export=null") == 0
     assert "steps: 1" in (tmp_path / "c" / "config.yaml").read_text()
     assert all(json.loads(line) for line in (tmp_path / "c" / "metrics.jsonl").read_text().splitlines())
+
+
+def test_the_first_step_with_release_is_clipped_as_without(inputs, tmp_path):
+    """Adam's first step does not depend on the gradients' size, but its variance does, and for long."""
+    _, config = inputs
+    states = {}
+    for release in ("true", "false"):
+        overrides = [f"run.folder={tmp_path}", "train.clip=0.01", f"train.gradient_release={release}"]
+        training = finetune.Finetuning(
+            finetune.load(finetune.FinetuneConfig, config, overrides), torch.device("cpu"), None
+        )
+        training.train_step()
+        states[release] = [training.opt.state[p]["exp_avg_sq"] for p in training.model.parameters() if p.dim() == 1]
+    for ours, exact in zip(states["true"], states["false"], strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=0)

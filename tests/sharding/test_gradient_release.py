@@ -277,6 +277,48 @@ def test_clipping_by_the_previous_norm(name):
     assert_same(opt, plain[1])
 
 
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_a_measured_first_step_is_clipped_by_its_own_norm(name):
+    build, batch = (Net, 3000) if name == "eager" else (tiny, 1500)
+    release = {"clip": "previous_norm", "max_norm": 0.5, "batch_elements": batch}
+    (model, opt, handle), plain = pair(build, backend=name, release=release)
+    with handle.measure():
+        loss_of(model, 0).backward()
+        opt.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+    assert not opt.state
+    loss_of(plain[0], 0).backward()
+    norm = plain[1].clip_grad_norm_(0.5)
+    assert norm > 0.5, "the case must clip"
+    assert handle.last_norm == pytest.approx(float(norm), rel=1e-6)
+    loss_of(model, 0).backward()
+    plain[1]._clip_factor = torch.clamp(0.5 / (handle.last_norm + 1e-6), max=1.0)
+    for one in (opt, plain[1]):
+        one.step()
+    assert_same(opt, plain[1])
+
+
+def test_measuring_where_it_makes_no_sense_is_an_error():
+    (model, opt, handle), _ = pair(release={"clip": "previous_norm", "max_norm": 0.5})
+    with pytest.raises(RuntimeError, match="no backward finished"), handle.measure():
+        pass
+    with handle.measure():
+        loss_of(model, 0).backward()
+        with pytest.raises(RuntimeError, match=r"opt\.step\(\) inside measure"):
+            opt.step()
+    with pytest.raises(ZeroDivisionError), handle.measure():
+        1 / 0  # noqa: B018
+    assert handle.last_norm > 0
+    assert not opt.state
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="begins before a backward"), handle.measure():
+        pass
+    opt.step()
+    (_, _, handle), _ = pair(release={})
+    with pytest.raises(RuntimeError, match=r"belongs to clip"), handle.measure():
+        pass
+
+
 # What cannot be right is refused.
 
 

@@ -110,7 +110,9 @@ def test_fsdp2_two_micro_batches_and_clipping_are_errors():
 def previous_norm(rank, world_size):
     (model, opt), (twin, plain) = build(), build()
     with enable_gradient_release(model, opt, clip="previous_norm", max_norm=0.1, batch_elements=1500) as handle:
-        factor = None
+        with handle.measure():
+            loss_of(model, 0).backward()
+        factor = handle._norm.factor
         for t in range(3):
             loss_of(model, t).backward()
             opt.step()
