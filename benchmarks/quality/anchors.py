@@ -64,7 +64,9 @@ def makers(device: str) -> dict[tuple[str, str], tuple[Make, torch.dtype]]:
     for module, cls in others.items():
         if device == "cuda" and importlib.util.find_spec(module.split(".")[0]):
             optimizer = getattr(importlib.import_module(module), cls)
-            make = lambda p, b, e, o=optimizer: o([p], betas=(0.9, b), eps=e, **common)  # noqa: E731
+            # It refuses its default of 24 bits on fp32 weights.
+            more: dict[str, Any] = {"master_weight_bits": None} if module == "flashoptim" else {}
+            make = lambda p, b, e, o=optimizer, m=more: o([p], betas=(0.9, b), eps=e, **common, **m)  # noqa: E731
             out[(module.split(".")[0], "library")] = (make, torch.float32)
     return out
 
