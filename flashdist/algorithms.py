@@ -68,9 +68,15 @@ def _warn_slow_momentum(name: str, value: float, group: dict[str, Any]) -> None:
 
 def _refuse_torch_arguments(amsgrad: bool, differentiable: bool) -> None:
     if amsgrad:
-        raise ValueError("amsgrad=True is not supported: the running maximum would need a third moment")
+        raise ValueError(
+            "amsgrad=True is not supported: the running maximum would need a third moment. Leave it out, or take "
+            "torch.optim's optimizer"
+        )
     if differentiable:
-        raise ValueError("differentiable=True is not supported: the step works in place, outside autograd")
+        raise ValueError(
+            "differentiable=True is not supported: the step works in place, outside autograd. Leave it out, or take "
+            "torch.optim's optimizer"
+        )
 
 
 def _decay_per_lr(group: dict[str, Any]) -> float:

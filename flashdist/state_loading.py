@@ -25,6 +25,7 @@ FORMAT_VERSION = 1
 TORCH_HYPERPARAMETERS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "initial_lr",
 )  # fmt: skip
+_OTHER_GROUPS = "build the optimizer with the parameters and param groups of the one that was saved"
 
 States = dict[Tensor, "dict[str, Tensor] | None"]
 
@@ -43,13 +44,17 @@ def check_and_convert(opt: FlashOptimizer, state_dict: dict[str, Any]) -> tuple[
     if saved_groups is None or saved_states is None:
         raise ValueError("not an optimizer's state dict: it needs the keys 'state' and 'param_groups'")
     if len(saved_groups) != len(opt.param_groups):
-        raise ValueError(f"the state dict has {len(saved_groups)} param groups, this optimizer {len(opt.param_groups)}")
+        raise ValueError(
+            f"the state dict has {len(saved_groups)} param groups, this optimizer {len(opt.param_groups)}: "
+            f"{_OTHER_GROUPS}"
+        )
     groups: list[dict[str, Any]] = []
     states: States = {}
     for g, (group, saved) in enumerate(zip(opt.param_groups, saved_groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
-                f"param group {g} has {len(saved['params'])} parameters in the state dict, {len(group['params'])} here"
+                f"param group {g} has {len(saved['params'])} parameters in the state dict, {len(group['params'])} "
+                f"here: {_OTHER_GROUPS}"
             )
         version = saved.get(VERSION_KEY)
         new = _own_group(saved, version) if version is not None else _torch_group(group, saved)
@@ -81,7 +86,10 @@ def _own_group(saved: dict[str, Any], version: Any) -> dict[str, Any]:
 
 def _torch_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     if saved.get("amsgrad"):
-        raise ValueError("the state dict is of an optimizer with amsgrad=True, which flashdist does not have")
+        raise ValueError(
+            "the state dict is of an optimizer with amsgrad=True, which flashdist does not have: go on from the "
+            "weights alone, or with torch.optim"
+        )
     known = {k: copy.deepcopy(saved[k]) for k in TORCH_HYPERPARAMETERS if k in saved}
     return {k: v for k, v in known.items() if k in group or k == "initial_lr"}
 
@@ -94,7 +102,8 @@ def _check_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: d
     if set(keys) != set(state):
         raise ValueError(
             f"the state of {name} ({p.dtype}) must have the keys {keys}, the state dict has {sorted(state)}: it was "
-            "saved by another optimizer, for another weight dtype, or with other master_weight_bits or quantize"
+            "saved by another optimizer, for another weight dtype, or with other master_weight_bits or quantize. "
+            "Load it into one like that which saved it"
         )
     own: dict[str, Tensor] = {}
     for entry, part in zip(expected, parts, strict=True):

@@ -5,6 +5,7 @@ Blocks that begin with ```python are whole programs; fragments begin with ```py.
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -58,3 +59,25 @@ def test_every_page_is_in_the_index():
     index = {target for target, _ in LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))}
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
     assert pages - {"README.md"} <= index
+
+
+def messages():
+    """The texts in the sources of the package, with ``...`` for what is filled in."""
+    found = set()
+    for path in (ROOT / "flashdist").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.add("".join(v.value if isinstance(v, ast.Constant) else "..." for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_package():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").split("## Error messages")[1]
+    quoted = [m for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for m in re.findall(r"`([^`]+)`", row)]
+    known = messages()
+    assert len(quoted) > 30
+    for message in quoted:
+        pattern = ".*".join(map(re.escape, message.split("...")))
+        assert any(re.search(pattern, text, re.DOTALL) for text in known), f"no message says: {message}"

@@ -47,7 +47,7 @@ def _reasons(engine: Any) -> Iterator[tuple[str, str]]:
     if not engine.bfloat16_enabled():
         yield 'a model without bf16 ("bf16.enabled" is false)', 'set "bf16": {"enabled": true}'
     if engine.torch_autocast_enabled():
-        yield "torch_autocast", "it keeps fp32 weights; the saving lies in weights that are bf16"
+        yield "torch_autocast", "it keeps fp32 weights; remove it, the weights are bf16 themselves"
     for which in ("optimizer", "param"):
         offload = getattr(zero, f"offload_{which}", None)
         device = getattr(offload, "device", "none")
@@ -59,9 +59,9 @@ def _reasons(engine: Any) -> Iterator[tuple[str, str]]:
                 "own CPU optimizer",
             )
     if getattr(zero, "zenflow", None):
-        yield "zero_optimization.zenflow", "it steps parts of the weights with an optimizer of its own"
+        yield "zero_optimization.zenflow", "it steps parts of the weights with an optimizer of its own; remove it"
     if getattr(engine, "super_offload", bool)():
-        yield "super_offload", "it moves fp32 master weights to the CPU"
+        yield "super_offload", "it moves fp32 master weights to the CPU; remove it"
     if engine.zero_elastic_checkpoint():
         yield (
             "zero_optimization.elastic_checkpoint",
@@ -79,7 +79,9 @@ def _reasons(engine: Any) -> Iterator[tuple[str, str]]:
 
 def _untested(engine: Any, config: Any, zero: Any) -> Iterator[tuple[str, str]]:
     """What may work but was never tried: a refusal is better than a wrong result."""
-    why = "it has not been tested with partitions that alias the model's weights"
+    why = (
+        "it has not been tested with partitions that alias the model's weights; leave it out, or use DeepSpeed's AdamW"
+    )
     if engine.has_moe_layers:
         yield "a model with DeepSpeed's MoE layers", why
     if engine.pipeline_parallelism:

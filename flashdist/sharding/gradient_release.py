@@ -157,7 +157,9 @@ class GradientRelease:
             if grad is None:
                 return
             if grad.requires_grad:
-                raise RuntimeError("gradient release cannot step inside backward(create_graph=True)")
+                raise RuntimeError(
+                    "gradient release cannot step inside backward(create_graph=True): remove() it for this backward"
+                )
             if index in self._seen:
                 raise RuntimeError(
                     f"parameter {self._names[index]} got a second gradient before opt.step(). With gradient release a "

@@ -68,7 +68,10 @@ def released_names(model: nn.Module, opt: FlashOptimizer) -> list[str]:
     found = []
     for p in params:
         if p not in names:
-            raise ValueError(f"{opt._name(p)} is not a parameter of this model: gradient release would never step it")
+            raise ValueError(
+                f"{opt._name(p)} is not a parameter of this model: gradient release would never step it. Give it the "
+                "model that the optimizer was built for, with all its parameters"
+            )
         name = names[p]
         if p.grad is not None:
             raise RuntimeError(f"parameter {name} has a gradient: call opt.step() or opt.zero_grad() first")
