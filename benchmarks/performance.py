@@ -134,6 +134,18 @@ def pretraining() -> str:
     return table(("", "tokens/s", "peak GiB", "between steps"), lines)
 
 
+def trainer() -> str:
+    """GPT-2 124M in Hugging Face's Trainer."""
+    names = {
+        "flash": "FlashAdamW, bf16 weights",
+        "torch": "adamw_torch_fused, fp32 weights and bf16 autocast",
+        "torch_bf16": "adamw_torch_fused, bf16 weights without a master copy",
+    }
+    rows = {row["arm"]: row for row in read("trainer-speed-h200")["rows"]}
+    lines = [(name, f"{rows[arm]['step_ms']:.1f}", f"{rows[arm]['peak_gib']:.2f}") for arm, name in names.items()]
+    return table(("", "ms a step", "peak GiB"), lines)
+
+
 def checkpoints() -> str:
     """Saving and loading on a CPU beside torch.save of AdamW in fp32."""
     names = {"flashdist": "flashdist.checkpoint", "torch_adamw_fp32": "torch.save, AdamW in fp32"}
@@ -151,6 +163,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory of a step": memory_of_a_step,
     "finetuning": finetuning,
     "pretraining": pretraining,
+    "trainer": trainer,
     "checkpoints": checkpoints,
 }
 

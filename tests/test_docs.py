@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ON_RANKS = {"fsdp2"}
 PAGES = [
     page
-    for page in sorted((ROOT / "docs").glob("*.md"))
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     if page.stem not in ON_RANKS and BLOCK.search(page.read_text(encoding="utf-8"))
 ]
 
