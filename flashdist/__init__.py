@@ -3,7 +3,8 @@
 from flashdist.algorithms import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
 from flashdist.cpu_step import compile_cpu_step
 from flashdist.integrations import deepspeed as _deepspeed
-from flashdist.optimizer import FlashOptimizer, NumericsError
+from flashdist.lost_updates import NumericsError
+from flashdist.optimizer import FlashOptimizer
 from flashdist.precision import cast_model
 from flashdist.sharding.gradient_release import enable_gradient_release
 from flashdist.version import __version__

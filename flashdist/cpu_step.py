@@ -15,6 +15,9 @@ def compile_cpu_step(opt: FlashOptimizer) -> None:
     Parameters on other devices are stepped as before. A copy of the optimizer, or one that was pickled, starts with
     the default step.
 
+    Args:
+        opt: one of this library's optimizers; its state stays.
+
     Raises:
         RuntimeError: there is no C++ compiler, or it failed.
     """

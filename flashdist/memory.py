@@ -42,7 +42,7 @@ class MemorySummary:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """The bytes of all kinds together."""
         return sum(getattr(self, kind) for kind in _KINDS)
 
     @property
@@ -83,6 +83,9 @@ def storage_key(tensor: Tensor) -> int:
 
     The address of the storage object, not of its data: on the meta device all data lies at address 0, and so does
     all that is empty.
+
+    Args:
+        tensor: of any shape, dtype and device.
     """
     return int(tensor.untyped_storage()._cdata)
 
@@ -102,7 +105,7 @@ def summarize(
     counts what it would hold once materialised.
 
     Args:
-        weights: the parameters, each as often as it is listed anywhere (ties are counted once).
+        weights: the parameters, of any shape and dtype, each as often as it is listed anywhere (ties are counted once).
         gradients: the gradients that exist.
         state: pairs of a state key and its tensor: `step`, `error`, `*_scale`, and moments under any other key.
         derived: fingerprints, launch tables and the like.

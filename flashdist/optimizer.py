@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_backend
 from flashdist.lazy import outside_graphs
+from flashdist.lost_updates import report_lost
 from flashdist.memory import MemorySummary, summarize
 from flashdist.numerics.fingerprint import drop_stale
 from flashdist.numerics.rules import GroupScalars, Rule
@@ -28,15 +29,12 @@ from flashdist.sharding.replaced import check_not_replaced
 from flashdist.state_loading import FORMAT_VERSION, VERSION_KEY, check_and_convert, copy_state
 
 
-class NumericsError(RuntimeError):
-    """Raised by ``check_numerics=True``: the updates of more than half of a tensor are lost in rounding."""
-
-
 class FlashOptimizer(torch.optim.Optimizer):
     """Base of the five optimizers. Subclasses say what a param group means: :meth:`_rule`, :meth:`_scalars`, checks.
 
     ``opt.state[p]`` holds plain tensors (DTensors where ``p`` is one): ``step``, ``error`` (the weight's correction)
     and the moments with their ``*_scale``. Its keys, dtypes and bits are those of ``state_dict()``.
+    ``params`` and ``defaults`` are torch's, ``check_numerics`` is described in the subclasses.
     """
 
     # GradScaler hands its scale and its found_inf to step() instead of multiplying the gradients.
@@ -75,7 +73,7 @@ class FlashOptimizer(torch.optim.Optimizer):
     # Param groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as in torch.optim.
+        """Add a ``param_group``, as in torch.optim: its ``params``, and hyperparameters of its own.
 
         Raises:
             ValueError: a hyperparameter out of range, or a placement that cannot be kept (naming the parameter).
@@ -259,21 +257,14 @@ class FlashOptimizer(torch.optim.Optimizer):
         return self._backends[device_type]
 
     def _report_lost(self, lost: Sequence[tuple[Tensor, Tensor]]) -> None:
-        if not lost:
-            return
-        params, counts = zip(*lost, strict=True)
-        counted = zip(params, self._partition.lost(params, counts), strict=True)
-        bad = [f"{self._name(p)}: {count} of {numel}" for p, (count, numel) in counted if 2 * count > numel]
-        if bad:
-            more = f"; and {len(bad) - 8} more tensors" if len(bad) > 8 else ""
-            raise NumericsError(
-                "updates are too small for the stored weights and were lost (elements per tensor): "
-                f"{'; '.join(bad[:8])}{more}. Use master_weight_bits=32 for these parameters, or a larger lr."
-            )
+        if lost:
+            params, counts = zip(*lost, strict=True)
+            counted = zip(params, self._partition.lost(params, counts), strict=True)
+            report_lost(((self._name(p), count, numel) for p, (count, numel) in counted), "elements per tensor")
 
     @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and drop a clip factor that no step has used."""
+        """Clear the gradients (``set_to_none`` as in torch.optim), and drop a clip factor that no step has used."""
         self._clip_factor = None
         if self._release is not None:
             self._release.drop()
@@ -295,6 +286,10 @@ class FlashOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before this clipping, fp32 0-d. Where it is not finite, the factor leaves the gradients non-finite,
             as torch.nn.utils.clip_grad_norm_ does.
+
+        Raises:
+            ValueError: ``max_norm`` or ``norm_type`` is no positive number.
+            RuntimeError: a sparse gradient; gradient release is enabled.
 
         Source: Pascanu et al., arXiv 1211.5063, algorithm 1.
         """

@@ -1,4 +1,4 @@
-"""Bytes per parameter are those of DESIGN 2, and the eager step's temporaries do not grow with a parameter."""
+"""Bytes per parameter are those of the README, and the eager step's temporaries do not grow with a parameter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.backends import BF16, FP16, FP32, BackendUnderTest, set_gradi
 
 N = 64 * 1024
 # Weight, correction, moments and scales. The gradient adds 2.
-DESIGN_2: list[tuple[Any, dict[str, Any], float]] = [
+README_TABLE: list[tuple[Any, dict[str, Any], float]] = [
     (FlashAdamW, {}, 5.1875),
     (FlashAdam, {}, 5.1875),
     (FlashLion, {}, 4.0625),
@@ -29,7 +29,7 @@ DESIGN_2: list[tuple[Any, dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "arguments", "expected"), DESIGN_2)
+@pytest.mark.parametrize(("cls", "arguments", "expected"), README_TABLE)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_bytes_per_parameter(cls: Any, arguments: dict[str, Any], expected: float, dtype: torch.dtype):
     p = nn.Parameter(torch.zeros(64, 1024, dtype=dtype))

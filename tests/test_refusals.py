@@ -1,4 +1,4 @@
-"""What is refused, and that the message says which parameter, which value, and what to do instead (DESIGN 6)."""
+"""What is refused, and that the message says which parameter, which value, and what to do instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights changed behind the optimizer are never joined with the corrections of the weights before (DESIGN 1.1)."""
+"""Weights changed behind the optimizer are never joined with the corrections of the weights before."""
 
 from __future__ import annotations
 

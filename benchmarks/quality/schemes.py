@@ -43,7 +43,7 @@ def _rows(x: Tensor, width: int) -> Tensor:
 
 
 def our_momentum(m: Tensor, step: int) -> Tensor:
-    """DESIGN 1.2: nearest rounding on the companded axis, a bf16 scale for 32 elements."""
+    """This library's, without the dither: nearest rounding on the companded axis, a bf16 scale for 32 elements."""
     codes, scale = companding.encode_momentum(_rows(m, companding.GROUP))
     return companding.decode_momentum(codes, scale).view_as(m)
 

@@ -69,6 +69,9 @@ def async_save(
 ) -> AsyncSave:
     """As :func:`save`, with the writing in a thread: returns once this rank's part is copied to the host.
 
+    Args:
+        path, model, opt, scheduler, extra, overwrite: as in :func:`save`.
+
     Returns:
         A handle: ``done()``, and ``result()``, which waits and raises what went wrong. Every rank calls ``result()``
         before its process ends and before it saves again.
@@ -149,6 +152,9 @@ def load(path: PathLike, model: nn.Module, opt: torch.optim.Optimizer | None, *,
 
 def verify(path: PathLike) -> Manifest:
     """Check a checkpoint's manifest and the checksum of every file. Not collective; nothing is loaded.
+
+    Args:
+        path: the checkpoint's folder.
 
     Returns:
         The manifest: world size, strategy, versions, tensors, bytes by kind, files.

@@ -112,6 +112,10 @@ def load_flashdist_checkpoint(engine: Any, path: PathLike) -> Any:
 
     Every rank calls it, and reads a parameter at a time. The generators' random states are not restored.
 
+    Args:
+        engine: what ``deepspeed.initialize`` has returned.
+        path: the checkpoint's folder.
+
     Returns:
         The ``extra`` that was saved.
 

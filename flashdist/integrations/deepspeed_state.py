@@ -17,11 +17,12 @@ from flashdist.integrations.deepspeed_layout import Segment
 from flashdist.integrations.deepspeed_packed import Packed, pack
 from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_backend
 from flashdist.lazy import outside_graphs
+from flashdist.lost_updates import report_lost
 from flashdist.memory import MemorySummary, summarize
 from flashdist.numerics.fingerprint import UNKNOWN, drop_stale, fingerprint, num_tiles
 from flashdist.numerics.rules import Rule
 from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP
-from flashdist.optimizer import FlashOptimizer, NumericsError
+from flashdist.optimizer import FlashOptimizer
 
 
 class FlatPartition:
@@ -113,13 +114,7 @@ class FlatPartition:
             both = counts.setdefault(segment.name, [0, 0])
             both[0] += int(count)
             both[1] += segment.length
-        bad = [f"{name}: {count} of {length}" for name, (count, length) in counts.items() if 2 * count > length]
-        if bad:
-            raise NumericsError(
-                "updates are too small for the stored weights and were lost (elements on this rank): "
-                + "; ".join(bad[:8])
-                + ". Use master_weight_bits=32 for these parameters, or a larger lr."
-            )
+        report_lost(((name, lost_here, held) for name, (lost_here, held) in counts.items()), "elements on this rank")
 
     def drop_stale(self) -> None:
         """Zero the corrections of weights that were changed behind the optimizer."""

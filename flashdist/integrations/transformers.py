@@ -47,7 +47,11 @@ def optimizer_cls_and_kwargs(
 
 
 def use_flash_optimizer(trainer: Trainer, cls: type[FlashOptimizer] = FlashAdamW, **overrides: Any) -> Trainer:
-    """Let a Trainer train with one of these optimizers; returns the Trainer. See :func:`optimizer_cls_and_kwargs`.
+    """Let a Trainer train with one of these optimizers; returns the Trainer.
+
+    Args:
+        trainer: one that has no optimizer yet.
+        cls, **overrides: as in :func:`optimizer_cls_and_kwargs`.
 
     Warns where the weights are fp32: they train, but in 10.2 bytes per parameter and not in 7.2.
 

@@ -100,7 +100,7 @@ class Backend(Protocol):
 
 
 def dithered(rule: Rule, group: GroupScalars) -> bool:
-    """Whether a step rounds the codes of this group with the dither (DESIGN 1.2): Adam's, both moments or neither."""
+    """Whether a step rounds the codes of this group with the dither: Adam's, both moments or neither."""
     return len(rule.moments) == 2 and group.decay2 > DITHER_ABOVE_BETA2
 
 

@@ -6,7 +6,7 @@ element gets a NaN scale, so that the whole group reads NaN from then on; a grou
 0 and reads exact zeros.
 
 Companding the moments is FlashOptim's (arXiv 2602.23349, section 3.2). The bf16 and fp32 scales, the floor of one code
-for the variance and the dither are this library's own (DESIGN 1.2, with the measurements that led to them).
+for the variance and the dither are this library's own (docs/how_it_works.md; docs/decisions.md has the measurements).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def encode_momentum(m: Tensor, dither: Tensor | float = 0.5) -> tuple[Tensor, Te
     Returns:
         int8 codes ``[..., 32]`` in [-127, 127], with the sign of m, and bf16 scales ``[...]``.
 
-    Source: FlashOptim, arXiv 2602.23349, section 3.2 (softsign companding of the momentum); scale by DESIGN 1.2.
+    Source: FlashOptim, arXiv 2602.23349, section 3.2 (softsign companding of the momentum).
     """
     size = m.abs()
     scale = size.amax(dim=-1).to(MOMENTUM_SCALE_DTYPE)
@@ -58,8 +58,15 @@ def encode_momentum(m: Tensor, dither: Tensor | float = 0.5) -> tuple[Tensor, Te
 
 
 def decode_momentum(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode momentum: with ``y = code / 127``, ``m = s * y / (2 - |y|)``; int8 ``[..., 32]``, bf16 ``[...]`` ->
-    fp32."""
+    """Decode momentum: with ``y = code / 127``, ``m = s * y / (2 - |y|)``.
+
+    Args:
+        codes: int8 ``[..., 32]``.
+        scale: bf16 ``[...]``.
+
+    Returns:
+        fp32 ``[..., 32]``.
+    """
     c = codes.to(torch.float32)
     return c / (2.0 * MOMENTUM_CODES - c.abs()) * scale.to(torch.float32).unsqueeze(-1)
 
@@ -75,7 +82,7 @@ def encode_variance(v: Tensor, dither: Tensor | float = 0.5) -> tuple[Tensor, Te
     Returns:
         uint8 codes ``[..., 32]`` and fp32 scales ``[...]``. A code is at least 1 wherever v > 0, and 0 only for v == 0.
 
-    Source: DESIGN 1.2; the root axis is FlashOptim's, arXiv 2602.23349, section 3.2.
+    Source: the root axis is FlashOptim's, arXiv 2602.23349, section 3.2.
     """
     r = torch.where(v < SMALLEST_NORMAL, 0.0, v.sqrt())
     scale = torch.where(_all_finite(r), r.amax(dim=-1), torch.nan)
@@ -87,7 +94,15 @@ def encode_variance(v: Tensor, dither: Tensor | float = 0.5) -> tuple[Tensor, Te
 
 
 def decode_variance(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode the variance, ``v = (s * code / 255)^2``; uint8 ``[..., 32]`` and fp32 ``[...]`` -> fp32 ``[..., 32]``."""
+    """Decode the variance, ``v = (s * code / 255)^2``.
+
+    Args:
+        codes: uint8 ``[..., 32]``.
+        scale: fp32 ``[...]``.
+
+    Returns:
+        fp32 ``[..., 32]``.
+    """
     r = codes.to(torch.float32) * (scale * (1.0 / VARIANCE_CODES)).unsqueeze(-1)
     return r * r
 
@@ -105,6 +120,7 @@ def dither_offsets(step: int, device: torch.device | None = None) -> Tensor:
 
     Args:
         step: the parameter's step count t, 1 for its first step.
+        device: where the result is to be; the CPU by default.
 
     Returns:
         fp32 ``[32]``.

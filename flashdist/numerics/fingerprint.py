@@ -41,7 +41,7 @@ def place_weights(device: torch.device | None = None) -> Tensor:
 
 
 def fingerprint(weight: Tensor, row: int) -> Tensor:
-    """Fingerprints of a contiguous bf16 or fp16 tensor whose groups lie in rows of ``row`` elements.
+    """Fingerprints of a ``weight``: contiguous, bf16 or fp16, its groups in rows of ``row`` elements.
 
     Returns:
         int32 ``[num_tiles]`` (the bits of the uint32), never :data:`UNKNOWN`.
@@ -69,12 +69,26 @@ def _sum_tiles(chunk: Tensor, weights: Tensor) -> Tensor:
 
 
 def stale_tiles(stored: Tensor, weight: Tensor, row: int) -> Tensor:
-    """bool ``[num_tiles]``: tiles whose weights are not the ones the last step wrote."""
+    """Which tiles hold other weights than the last step wrote.
+
+    Args:
+        stored: int32 ``[num_tiles]``, from :func:`fingerprint`, or :data:`UNKNOWN` (never stale).
+        weight: the weights now, bf16 or fp16, contiguous.
+        row: elements in a row.
+
+    Returns:
+        bool ``[num_tiles]``.
+    """
     return (stored != UNKNOWN) & (stored != fingerprint(weight, row))
 
 
 def drop_stale(correction: Tensor, stored: Tensor, weight: Tensor, row: int) -> int:
-    """Zero in place the corrections of stale tiles; returns their number. All tensors are local and contiguous."""
+    """Zero in place the corrections of stale tiles; returns the number of these tiles.
+
+    Args:
+        correction: int8 or int16 of the weight's shape; local and contiguous, as the others are.
+        stored, weight, row: as in :func:`stale_tiles`.
+    """
     stale = stale_tiles(stored, weight, row)
     count = int(stale.sum())
     if count:

@@ -37,6 +37,7 @@ class GroupLayout:
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
@@ -46,10 +47,12 @@ class GroupLayout:
 
     @property
     def groups_per_row(self) -> int:
+        """Groups in a row, the last of which may be partial."""
         return math.ceil(self.row / GROUP)
 
     @property
     def num_groups(self) -> int:
+        """Groups in the tensor, and so scales."""
         return self.numel // self.row * self.groups_per_row if self.numel else 0
 
     @property
@@ -65,7 +68,7 @@ class GroupLayout:
 
 
 def group_layout(global_shape: Sequence[int]) -> GroupLayout:
-    """The layout of a parameter of this global shape (DESIGN 1.3).
+    """The layout of a parameter, from its ``global_shape`` alone.
 
     >>> group_layout((64, 3, 7, 7)).row, group_layout((64, 3, 7, 7)).scale_shape
     (49, (64, 3, 2))
@@ -91,5 +94,5 @@ def to_groups(rows: Tensor) -> Tensor:
 
 
 def from_groups(groups: Tensor, r: int, row: int) -> Tensor:
-    """``[r * ceil(row/32), 32]`` -> ``[r, row]``, the inverse of :func:`to_groups`."""
+    """The inverse of :func:`to_groups`: ``groups`` of shape ``[r * ceil(row/32), 32]`` -> ``[r, row]``."""
     return groups.reshape(r, -1)[:, :row]

@@ -29,7 +29,7 @@ class Entry:
 def correction_dtype(
     weight_dtype: torch.dtype, master_weight_bits: int | None, layout: GroupLayout
 ) -> torch.dtype | None:
-    """int8, int16 or None. Tensors without groups get int16 also at 24 bits (DESIGN 1.1: a norm's 1.0 would freeze)."""
+    """int8, int16 or None. Tensors without groups get int16 also at 24 bits (a norm's 1.0 would freeze)."""
     if master_weight_bits is None or weight_dtype not in SPLIT_DTYPES:
         return None
     return CORRECTION_DTYPES[master_weight_bits] if layout.grouped else torch.int16

@@ -54,7 +54,7 @@ def split(x: Tensor, weight_dtype: torch.dtype, correction_dtype: torch.dtype) -
         ``ULP(hi)/512`` with int8; with int16 it is 0 for bf16 and at most ``ULP(hi)/131072`` for fp16. NaN gives the
         format's canonical NaN and 0; a value that rounds to infinity gives infinity and 0.
 
-    Source: DESIGN 1.1; FlashOptim, arXiv 2602.23349, section 3.1 (weight splitting).
+    Source: FlashOptim, arXiv 2602.23349, section 3.1 (weight splitting).
     """
     bits = x.view(torch.int32)
     magnitude = bits & MAGNITUDE_MASK

@@ -328,6 +328,8 @@ def enable_gradient_release(
             of FSDP2; ``clip`` without ``max_norm``.
         RuntimeError: release is enabled already; a parameter has a gradient. Later: gradients accumulated over several
             backward passes, GradScaler, ``clip_grad_norm_`` (the optimizer's and torch's), ``create_graph=True``.
+
+    Source: Lv et al., arXiv 2306.09782 (LOMO), section 3.1.
     """
     check_arguments(opt, clip, max_norm, batch_elements)
     check_model(model)

@@ -73,11 +73,16 @@ class RowShard(torch.Tensor):
         return self._local
 
     def like(self, local: Tensor, shape: Sequence[int]) -> RowShard:
-        """The same rows of another tensor, whose leading dimensions are these."""
+        """The same rows of another tensor, whose leading dimensions are these.
+
+        Args:
+            local: ``[rows, ...]``, contiguous.
+            shape: shape of the whole tensor.
+        """
         return RowShard(local, shape, self.rows, self._place.group)
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor on every rank. A collective call."""
+        """The whole tensor, of this one's shape and dtype, on every rank. A collective call."""
         return gather_rows(self._local, self.shape, self.rows, self._place.group)
 
     def __repr__(self) -> str:  # type: ignore[override]
