@@ -81,10 +81,20 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("overrides", nargs="*", metavar="key=value")
     args = p.parse_intermixed_args(arguments)
     losses: dict[str, list[dict[int, float]]] = {arm: [] for arm in args.arms.split(",")}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(args.seeds):
             for arm, runs in losses.items():
                 runs.append(held_out_losses(arm, seed, args, Path(folder)))
+                result = written(losses, args)
+    for row in result["rows"]:
+        print(row["arm"], "mean", row["mean"], "relative", row["relative"], "finals", row["final"], flush=True)
+    print("within 0.5 %:", result["within_0.5_percent"])
+    return result
+
+
+def written(losses: dict[str, list[dict[int, float]]], args: argparse.Namespace) -> dict[str, Any]:
+    """The result so far, which is also written: a run that is cut short leaves what it has measured."""
     result = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
@@ -92,13 +102,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "commit": args.commit or git_commit(),
         "model": Path(args.model).name,
         "overrides": args.overrides,
-        **summarize(losses),
+        **summarize({arm: runs for arm, runs in losses.items() if runs}),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    for row in result["rows"]:
-        print(row["arm"], "mean", row["mean"], "relative", row["relative"], "finals", row["final"], flush=True)
-    print("within 0.5 %:", result["within_0.5_percent"])
     return result
 
 

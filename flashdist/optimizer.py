@@ -93,7 +93,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         self._know(group, len(self.param_groups) - 1)
 
     def _know(self, group: dict[str, Any], index: int) -> None:
-        self._known.extend(group["params"])
+        self._known = [*self._known, *group["params"]]  # a new list: others hold the old one as what it was
         self._known_groups.extend([index] * len(group["params"]))
 
     def _name(self, p: Tensor) -> str:
@@ -120,7 +120,7 @@ class FlashOptimizer(torch.optim.Optimizer):
                 "param_groups holds parameters that this optimizer was not built with: it was probably built before "
                 "the model was sharded or wrapped. Build the optimizer after fully_shard (or use add_param_group)."
             )
-        return params
+        return self._known
 
     # State.
 

@@ -56,7 +56,8 @@ class Roster:
         state_of: StateOf,
         partition: Partition,
     ) -> None:
-        self.params = list(params)
+        # A list that nobody changes: the optimizer makes a new one where its parameters do.
+        self.params = params if isinstance(params, list) else list(params)
         self.formats = formats
         self.partition = partition
         self.states = [state_of(p, g) for p, g in zip(params, groups, strict=True)]
@@ -72,7 +73,9 @@ class Roster:
 
     def fits(self, params: Sequence[Tensor], formats: object, state: dict[Tensor, Any]) -> bool:
         """Whether these are the parameters, kept in these formats, and every state tensor is still the one viewed."""
-        if formats != self.formats or len(params) != len(self.params) or not all(map(is_, params, self.params)):
+        if formats != self.formats:
+            return False
+        if params is not self.params and (len(params) != len(self.params) or not all(map(is_, params, self.params))):
             return False
         kept = list(state.values()) if len(state) == len(params) else [state.get(p) for p in params]
         return all(map(is_, kept, self._kept)) and list(map(_VERSION, self._kept)) == self._versions

@@ -114,12 +114,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--s4-steps", type=int, default=12_000)
+    parser.add_argument("--only", help="names, with commas; torch's own AdamW is always there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result = {**results.head("anchors", device), "beta2": args.beta2, "rows": []}
     exact: dict[float, float] = {}
     for (name, kind), (make, dtype) in makers(device).items():
+        if args.only and name not in ["torch AdamW", *args.only.split(",")]:
+            continue
         row: dict[str, Any] = {"optimizer": name, "kind": kind}
         try:
             row["S1, lr"] = s1(make, dtype, args.beta2, device)
