@@ -40,7 +40,7 @@ def run(script: Path, folder: Path, *, twice: bool = False) -> list[dict[str, An
 def test_a_recipe_trains_and_goes_on(script, tmp_path):
     if script.stem in ON_RANKS:
         (whole,) = run(script, tmp_path)
-        forget_the_end(tmp_path / "run")
+        forget_the_end(tmp_path / "runs" / script.stem)
         (resumed,) = run(script, tmp_path)
     else:
         whole, resumed = run(script, tmp_path, twice=True)

@@ -13,6 +13,7 @@ from torch import nn
 
 from flashdist import FlashAdamW, cast_model
 
+FOLDER = "runs/accelerate_loop"
 STEPS, SAVE_EVERY = 20, 10
 accelerator = Accelerator()  # without mixed_precision: the weights are bf16 themselves
 
@@ -23,7 +24,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS * accelerator.
 model, opt, scheduler = accelerator.prepare(model, opt, scheduler)
 
 start = 0
-if states := sorted(Path("run").glob("step-????")):
+if states := sorted(Path(FOLDER).glob("step-????")):
     accelerator.load_state(str(states[-1]))
     start = int(states[-1].name.removeprefix("step-"))
 
@@ -43,4 +44,4 @@ for step in range(start + 1, STEPS + 1):
     losses[step] = loss.item()
     accelerator.print(f"step {step} loss {losses[step]:.4f}")
     if step % SAVE_EVERY == 0:
-        accelerator.save_state(f"run/step-{step:04}")
+        accelerator.save_state(f"{FOLDER}/step-{step:04}")

@@ -13,6 +13,7 @@ from torch import nn
 
 import flashdist  # noqa: F401 - puts FlashAdamW where DeepSpeed looks for it
 
+FOLDER = "runs/deepspeed_json"
 STEPS, SAVE_EVERY = 20, 10
 config = {
     "train_micro_batch_size_per_gpu": 128,
@@ -29,8 +30,8 @@ engine, opt, _, _ = deepspeed.initialize(model=model, model_parameters=model.par
 rank, ranks = engine.global_rank, engine.world_size
 
 start = 0
-if Path("run/latest").exists():
-    _, client_state = engine.load_checkpoint("run")
+if Path(FOLDER, "latest").exists():
+    _, client_state = engine.load_checkpoint(FOLDER)
     start = client_state["step"]
 
 losses = {}
@@ -47,6 +48,6 @@ for step in range(start + 1, STEPS + 1):
     if rank == 0:
         print(f"step {step} loss {losses[step]:.4f}")
     if step % SAVE_EVERY == 0:
-        engine.save_checkpoint("run", tag=f"step-{step:04}", client_state={"step": step})
+        engine.save_checkpoint(FOLDER, tag=f"step-{step:04}", client_state={"step": step})
 
 torch.distributed.destroy_process_group()

@@ -12,6 +12,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from flashdist import cast_model
 from flashdist.integrations.transformers import use_flash_optimizer
 
+FOLDER = "runs/huggingface_trainer"
+
 # A small model with drawn weights. A real one: AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
 torch.manual_seed(0)
 config = LlamaConfig(
@@ -30,7 +32,7 @@ rows = [(torch.arange(16) + start) % 64 for start in range(64)]
 data = [{"input_ids": row, "labels": row} for row in rows]
 
 arguments = TrainingArguments(
-    output_dir="run",
+    output_dir=FOLDER,
     max_steps=20,
     save_steps=10,
     per_device_train_batch_size=16,
@@ -43,7 +45,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
 )
 trainer = use_flash_optimizer(Trainer(model, arguments, train_dataset=data))  # FlashAdamW, lr and betas of arguments
-trainer.train(resume_from_checkpoint=get_last_checkpoint("run"))
+trainer.train(resume_from_checkpoint=get_last_checkpoint(FOLDER))
 
 losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 opt = trainer.optimizer

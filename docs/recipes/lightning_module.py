@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flashdist import FlashAdamW
 
+FOLDER = "runs/lightning_module"
 STEPS = 20
 losses = {}
 
@@ -45,12 +46,12 @@ trainer = lightning.Trainer(
     max_steps=STEPS,
     precision="bf16-true",
     gradient_clip_val=1.0,
-    callbacks=[ModelCheckpoint("run", filename="{step:04d}", every_n_train_steps=STEPS // 2, save_top_k=-1)],
+    callbacks=[ModelCheckpoint(FOLDER, filename="{step:04d}", every_n_train_steps=STEPS // 2, save_top_k=-1)],
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
 module = Classifier()
-checkpoints = sorted(map(str, Path("run").glob("*.ckpt")))
+checkpoints = sorted(map(str, Path(FOLDER).glob("*.ckpt")))
 trainer.fit(module, data, ckpt_path=checkpoints[-1] if checkpoints else None)
 opt = trainer.optimizers[0]

@@ -13,6 +13,7 @@ from torch import nn
 from flashdist import FlashAdamW, cast_model
 from flashdist.checkpoint import load, save
 
+FOLDER = "runs/plain_loop"
 STEPS, SAVE_EVERY = 20, 10
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,7 +24,7 @@ opt = FlashAdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS)
 
 start = 0
-if checkpoints := sorted(Path("run").glob("step-????")):
+if checkpoints := sorted(Path(FOLDER).glob("step-????")):
     start = load(checkpoints[-1], model, opt, scheduler=scheduler)["step"]
     print(f"resumed after step {start}")
 
@@ -43,6 +44,6 @@ for step in range(start + 1, STEPS + 1):
     losses[step] = loss.item()
     print(f"step {step} loss {losses[step]:.4f}")
     if step % SAVE_EVERY == 0:
-        save(f"run/step-{step:04}", model, opt, scheduler=scheduler, extra={"step": step})
+        save(f"{FOLDER}/step-{step:04}", model, opt, scheduler=scheduler, extra={"step": step})
 
 print(opt.memory_summary())

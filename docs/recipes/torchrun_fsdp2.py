@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from flashdist import FlashAdamW
 from flashdist.checkpoint import load, save
 
+FOLDER = "runs/torchrun_fsdp2"
 STEPS, SAVE_EVERY, BATCH = 20, 10, 256
 device = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
 if device != "cpu":
@@ -33,7 +34,7 @@ for layer in (model[0], model[3], model):
 opt = FlashAdamW(model.parameters(), lr=1e-2)  # after fully_shard, which replaces the parameters
 
 start = 0
-if checkpoints := sorted(Path("run").glob("step-????")):
+if checkpoints := sorted(Path(FOLDER).glob("step-????")):
     start = load(checkpoints[-1], model, opt)["step"]
 
 losses = {}
@@ -54,7 +55,7 @@ for step in range(start + 1, STEPS + 1):
     if rank == 0:
         print(f"step {step} loss {losses[step]:.4f}")
     if step % SAVE_EVERY == 0:  # every rank calls it, and writes its shards
-        save(f"run/step-{step:04}", model, opt, extra={"step": step})
+        save(f"{FOLDER}/step-{step:04}", model, opt, extra={"step": step})
 
 if rank == 0:
     print(opt.memory_summary())  # of this rank

@@ -15,6 +15,8 @@ from trl import SFTConfig, SFTTrainer
 from flashdist import cast_model
 from flashdist.integrations.transformers import use_flash_optimizer
 
+FOLDER = "runs/trl_sft"
+
 # A tokenizer of a few words and a small model with drawn weights, so that nothing is downloaded. Real ones:
 # AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)
 words = ["<pad>", "<end>", "<unknown>", "plus", "is", *map(str, range(20))]
@@ -40,7 +42,7 @@ data = Dataset.from_list(
     [{"prompt": f"{a} plus {b} is", "completion": f" {a + b}"} for a in range(10) for b in range(10)]
 )
 arguments = SFTConfig(
-    output_dir="run",
+    output_dir=FOLDER,
     max_steps=20,
     save_steps=10,
     per_device_train_batch_size=20,
@@ -51,7 +53,7 @@ arguments = SFTConfig(
     disable_tqdm=True,
 )
 trainer = use_flash_optimizer(SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer))
-trainer.train(resume_from_checkpoint=get_last_checkpoint("run"))
+trainer.train(resume_from_checkpoint=get_last_checkpoint(FOLDER))
 
 losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 opt = trainer.optimizer

@@ -53,7 +53,7 @@ def main(script: str, out: str, *, twice: bool) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     found = [run(script)]
     if twice:
-        forget_the_end(Path("run"))
+        forget_the_end(Path("runs", Path(script).stem))
         found.append(run(script))
     if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(found))
