@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
+try:
+    import typer
+    from rich.console import Console
+except ModuleNotFoundError as error:
+    print(f"flashdist: the command needs {error.name}: pip install 'flashdist[cli]'", file=sys.stderr)
+    sys.exit(2)
 
 from flashdist import plan_tables, planner
 from flashdist.checkpoint.describe import describe, tables
@@ -86,12 +90,12 @@ def plan(
 
 
 def main() -> None:
-    """Run the command; errors that are the user's are one line on stderr and exit status 1."""
+    """Run the command. Errors are one line on stderr: exit status 1 for a damaged checkpoint or none, else 2."""
     try:
         app()
     except (CheckpointError, ValueError, TypeError, OSError) as error:
         print(f"flashdist: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(1 if isinstance(error, CheckpointError) else 2)
 
 
 if __name__ == "__main__":

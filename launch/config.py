@@ -24,11 +24,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
+from needed import EXIT_CODE as EXIT_CODE
+from needed import missing
+
+try:
+    import yaml
+except ModuleNotFoundError as error:
+    missing("demo", error)
 
 T = TypeVar("T")
 
-EXIT_CODE = 2
 # What PyYAML raises for what it cannot build: besides its own errors a date like 2024-13-45, `!!int abc`, a list as a
 # key, a number of 5,000 digits, brackets a thousand deep.
 NO_YAML = (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError)

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from chunked_loss import IGNORE, linear_cross_entropy
 from config import UserError
 from finetune_config import ModelSection
 from finetune_data import Rows
+from needed import missing
 from torch import Tensor, nn
 
 from flashdist import FlashOptimizer, cast_model
 from flashdist.checkpoint import export_weights
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    missing("finetune", error)
 
 # Shapes that `random:NAME` draws weights for, as transformers.LlamaConfig takes them.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -133,7 +133,7 @@ def test_more_of_anything_never_takes_less():
 )
 def test_bad_input_is_one_line(command, arguments, text):
     status, out, err = command("plan", *arguments)
-    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert (status, out, err.count("\n")) == (2, "", 1)
     assert text in err
 
 
@@ -143,7 +143,7 @@ def test_configurations_of_others(tmp_path, command):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
     assert "lacks 'intermediate_size'" in command("plan", "--model", tmp_path)[2]
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
-    assert command("plan", "--model", tmp_path)[0] == 1
+    assert command("plan", "--model", tmp_path)[0] == 2
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in command("plan", "--model", tmp_path / "empty")[2]
     (tmp_path / "config.json").write_text(json.dumps(SMALL["qwen2"]))
