@@ -217,7 +217,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         roster = self._rosters.get(subset)
         formats = [(self._rule(g), g["master_weight_bits"], g["quantize"]) for g in self.param_groups]
         if roster is None or not roster.fits(params, formats, self.state):
-            roster = Roster(params, groups, formats, self.state, self._state_of, self._partition)
+            roster = Roster(params, groups, formats, self.state, self._state_of, self._partition, self._name)
             self._rosters[subset] = roster
         weights, copies = roster.weights()
         inputs = StepInputs(clip_factor, scale, found_inf, self.check_numerics, subset=subset)

@@ -43,7 +43,7 @@ def check_parameter(name: str, p: Tensor, quantize: bool) -> None:
     if p.dtype not in WEIGHT_DTYPES:
         raise TypeError(
             f"{name} is {p.dtype}: these optimizers take bfloat16, float16 and float32 parameters. "
-            "Cast the model (flashdist.cast_model) or leave this parameter out."
+            "Cast the model (model.float(), then flashdist.cast_model) or leave this parameter out."
         )
     check_placements(name, p, group_layout(p.shape), quantize)
 

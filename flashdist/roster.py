@@ -55,11 +55,13 @@ class Roster:
         state: dict[Tensor, Any],
         state_of: StateOf,
         partition: Partition,
+        name: Callable[[Tensor], str],
     ) -> None:
         # A list that nobody changes: the optimizer makes a new one where its parameters do.
         self.params = params if isinstance(params, list) else list(params)
         self.formats = formats
         self.partition = partition
+        self.name = name
         self.states = [state_of(p, g) for p, g in zip(params, groups, strict=True)]
         self.addresses: list[int] = []
         self.device_types: list[str] = []
@@ -98,13 +100,13 @@ class Roster:
 
     def _look_at(self, weights: Sequence[Tensor]) -> None:
         """What can have changed only together with an address: a weight put in place of another, or moved."""
-        for weight, state in zip(weights, self.states, strict=True):
+        for p, weight, state in zip(self.params, weights, self.states, strict=True):
             expected = (state.layout.shape, state.weight_dtype, state.step.device)
             found = (tuple(weight.shape), weight.dtype, weight.device)
             if found != expected:
                 raise RuntimeError(
-                    f"a parameter's data (shape, dtype, device) was {expected} when its state was made and is {found} "
-                    "now. Reshape, cast or move the model before the optimizer's first step."
+                    f"the data (shape, dtype, device) of {self.name(p)} was {expected} when its state was made and is "
+                    f"{found} now. Reshape, cast or move the model before the optimizer's first step."
                 )
         self.device_types = [w.device.type for w in weights]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 from flashdist.sharding.dtensors import is_dtensor
 
 PLAIN = {Tensor, Parameter}
+_LAYOUT = attrgetter("layout")
 
 
 def all_plain(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
@@ -20,7 +22,7 @@ def all_plain(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
 
 def placed_gradients(params: Sequence[Tensor], grads: Sequence[Tensor], name: Callable[[Tensor], str]) -> list[Tensor]:
     """Each gradient as :func:`placed_gradient` gives it."""
-    if all_plain(params, grads):
+    if all_plain(params, grads) and set(map(_LAYOUT, grads)) <= {torch.strided}:
         return list(grads)
     return [placed_gradient(p, g, name) for p, g in zip(params, grads, strict=True)]
 
