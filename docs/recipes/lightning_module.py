@@ -55,3 +55,5 @@ module = Classifier()
 checkpoints = sorted(map(str, Path(FOLDER).glob("*.ckpt")))
 trainer.fit(module, data, ckpt_path=checkpoints[-1] if checkpoints else None)
 opt = trainer.optimizers[0]
+for step, loss in losses.items():
+    print(f"step {step} loss {loss:.4f}")
