@@ -20,7 +20,7 @@ part() { # name, command...
 }
 
 part tests python3 -m pytest -q -p no:cacheprovider -m "gpu or not gpu" tests/gpu tests/kernels/test_triton_step.py \
-    tests/kernels/test_triton_norm.py tests/kernels/test_split_kernel.py tests/kernels/test_codes.py \
+    tests/kernels/test_triton_norm.py tests/kernels/test_split_kernel.py tests/kernels/test_codes.py tests/kernels/test_fuzz.py \
     tests/kernels/test_anchors_in_short.py tests/test_precision.py tests/test_memory.py tests/test_clip.py
 part compile_time python3 -m benchmarks.compile_time
 part sustained python3 -m benchmarks.sustained

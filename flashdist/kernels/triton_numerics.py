@@ -190,7 +190,10 @@ def decode_variance(codes, scale, FAST: tl.constexpr):
 def encode_variance(v, dither, FAST: tl.constexpr):
     """fp32 ``[n, 32]`` and offsets ``[1, 32]`` -> uint8 codes, fp32 scales. tl.sqrt flushes subnormals."""
     r = tl.sqrt(v)  # never negative, never -0
-    peak = group_peak(r.to(tl.int32, bitcast=True))
+    bits = r.to(tl.int32, bitcast=True)
+    if not FAST:
+        bits = bits & MAGNITUDE_MASK  # NVIDIA's NaNs are positive, others' may be negative: inf * 0 is on x86
+    peak = group_peak(bits)
     lost = peak >= FP32_INF
     scale = tl.where(lost, 0x7FC00000, peak).to(tl.float32, bitcast=True)
     per_root = tl.where(lost | (peak == 0), 0.0, 255.0 / scale)[:, None]
