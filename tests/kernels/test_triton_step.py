@@ -106,6 +106,19 @@ def test_a_non_finite_gradient_spoils_the_same_elements(triton_backend: BackendU
     assert eager.state[spoilt][name].isnan().flatten().tolist() == [True, False, False, False]
 
 
+def test_a_clip_factor_of_zero_leaves_a_lost_group_lost(triton_backend: BackendUnderTest):
+    """An infinite gradient makes the norm infinite and the factor 0: one NaN, of either sign, among zeros."""
+    eager, triton = twins(triton_backend, FlashAdamW, parameters([(2, 64)]))
+    for opt in (eager, triton):
+        (p,) = opt.param_groups[0]["params"]
+        set_gradients([p], seed=0)
+        p.grad[0, 5] = float("inf")
+        opt.clip_grad_norm_(1.0)
+        opt.step()
+        assert opt.state[p]["exp_avg_sq_scale"].isnan().flatten().tolist() == [True, False, False, False]
+    assert_parity(eager, triton)
+
+
 @pytest.mark.parametrize("rule", ["adamw", "lion"])
 def test_extreme_magnitudes(triton_backend: BackendUnderTest, rule: str):
     """Group scales at the ends of bf16 and fp32: underflow to zero, squares that underflow or overflow, NaN."""
