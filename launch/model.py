@@ -279,6 +279,15 @@ def initial_std(name: str, config: GPTConfig) -> float:
     return 0.02 / math.sqrt(2 * config.layers) if joins_the_stream else 0.02
 
 
+def first_weight(name: str, shape: torch.Size, config: GPTConfig, seed: int) -> Tensor:
+    """A parameter's first weights by the seed, its name and shape; fp32 of `shape`, on the CPU."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    # A checksum of both: a generator on a CPU takes no more than 32 bits of what it is seeded with.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.empty(shape).normal_(std=initial_std(name, config), generator=generator)
+
+
 @torch.no_grad()
 def init_weights(model: GPT, seed: int) -> None:
     """Fills the weights with numbers that depend on the seed and each parameter's name and shape alone.
@@ -287,13 +296,7 @@ def init_weights(model: GPT, seed: int) -> None:
     a time and keeps its own part; nothing is communicated.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            whole = torch.ones(parameter.shape)
-        else:
-            # A checksum of both: a generator on a CPU takes no more than 32 bits of what it is seeded with.
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            whole = torch.empty(parameter.shape).normal_(std=initial_std(name, model.config), generator=generator)
-        whole = whole.to(parameter.dtype)
+        whole = first_weight(name, parameter.shape, model.config, seed).to(parameter.dtype)
         if isinstance(parameter, DTensor):
             whole = whole.to(parameter.device_mesh.device_type)
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -302,6 +305,8 @@ def init_weights(model: GPT, seed: int) -> None:
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Parameter groups for an optimizer: matrices decay, norm weights and biases do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    # A parameter that DeepSpeed keeps in parts is flat itself, and knows its shape.
+    dimensions = {p: len(getattr(p, "ds_shape", p.shape)) for p in model.parameters()}
+    matrices = [p for p, count in dimensions.items() if count >= 2]
+    vectors = [p for p, count in dimensions.items() if count < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]

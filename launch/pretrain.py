@@ -3,6 +3,7 @@
     python launch/pretrain.py configs/pretrain/tiny.yaml parallel.strategy=single train.steps=100
     torchrun --nproc-per-node 8 launch/pretrain.py configs/pretrain/gpt2-124m.yaml data.folder=/path/to/text
     mpirun -n 8 python launch/pretrain.py configs/pretrain/gpt2-124m.yaml --resume auto
+    deepspeed launch/pretrain.py configs/pretrain/gpt2-124m-zero2.yaml data.folder=/path/to/text
 
 After a mistake in what it is given it says one line and ends with exit code 2. docs/pretraining.md has more.
 """
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from config import EXIT_CODE, UserError, load
 from data import bundled, in_folder
+from deepspeed_strategy import settled
 from metrics import read_metrics
 from model import GPT, GPTConfig
 from pretrain_config import PretrainConfig
@@ -44,6 +46,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", metavar="auto|PATH", help="go on from run.folder's latest checkpoint, or from the one at PATH"
     )
+    # DeepSpeed's launcher says it once more than by LOCAL_RANK.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_intermixed_args(argv)  # overrides may stand on both sides of --resume
 
 
@@ -136,13 +140,16 @@ def prepare_run(config: PretrainConfig, resume: str | None, ranks: Ranks) -> Pre
     """
     check_ranks(config.parallel, ranks.size)
     check_batch(config, ranks.size)
+    if config.parallel.strategy == "deepspeed":
+        settled(config, ranks.size)
     folder = RunFolder(config.run.folder)
     checkpoint = folder.to_resume(resume)
     files = prepare_tokens(config)
     shape = choose_shape(config, files)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(shape).parameters())
-    folder.check_space(parameters, config.optimizer.name in FLASH, config.run.keep_last)
+    beside = config.parallel.strategy == "deepspeed"
+    folder.check_space(parameters, config.optimizer.name in FLASH, config.run.keep_last, beside)
     return Prepared(config, folder, checkpoint, files, shape, parameters)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from model import GPTConfig
 
-Strategy = Literal["single", "ddp", "ddp_zero1", "fsdp2", "hsdp"]
+Strategy = Literal["single", "ddp", "ddp_zero1", "fsdp2", "hsdp", "deepspeed"]
 OptimizerName = Literal["flash_adamw", "flash_adam", "flash_lion", "flash_sgd", "flash_sgdw", "torch_adamw"]
 
 
@@ -125,6 +125,8 @@ class ParallelSection:
 
     strategy: Strategy = "fsdp2"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # deepspeed: a JSON such as configs/deepspeed/zero2.json.
+    deepspeed_config: Path | None = None
     # hsdp: how many ranks share one copy of the model.
     shard_ranks: int = 0
     # Gradients of fsdp2 and hsdp are averaged over ranks in this dtype (and come out in that of the weights).
@@ -141,6 +143,10 @@ class ParallelSection:
         _at_least(0, shard_ranks=self.shard_ranks, threads=self.threads)
         if self.strategy == "hsdp" and self.shard_ranks < 1:
             raise ValueError("strategy hsdp needs shard_ranks: how many ranks share one copy of the model")
+        if self.deepspeed_config is not None and self.strategy != "deepspeed":
+            raise ValueError(
+                f"deepspeed_config is given, but strategy is {self.strategy}: take strategy deepspeed, or leave it null"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Which rank this process is, however it was started, and the process group it belongs to.
 
-torchrun (and whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) is taken at its word. Under mpirun the
+torchrun (and whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as `deepspeed`) is taken at its word. Under mpirun the
 ranks find each other through mpi4py, which is used for nothing else. A process that was started alone is rank 0 of 1.
 """
 
@@ -54,7 +54,8 @@ def discover() -> Ranks:
         if missing:
             raise UserError(f"RANK is set, but not {' and '.join(missing)}: start the ranks with torchrun or mpirun")
         local_rank = int(env.get("LOCAL_RANK", env["RANK"]))
-        local_size = int(env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]))
+        # LOCAL_SIZE is how DeepSpeed's launcher calls it.
+        local_size = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", env["WORLD_SIZE"])))
         return Ranks(int(env["RANK"]), int(env["WORLD_SIZE"]), local_rank, local_size, "torchrun", "env://")
     if any(name in env for name in MPI_VARIABLES):
         return _discover_mpi()

@@ -22,6 +22,8 @@ from pretrain_config import PretrainConfig
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 # Bytes on disk a parameter, rounded up: weights, corrections, codes and scales, or fp32 weights and moments.
 FLASH_BYTES, DENSE_BYTES = 5.4, 12.1
+# DeepSpeed's model file beside its optimizer files, which hold the weights once more.
+MODEL_FILE_BYTES = 2.0
 
 
 class RunFolder:
@@ -80,13 +82,19 @@ class RunFolder:
             )
         return path
 
-    def check_space(self, parameters: int, flash: bool, keep_last: int) -> None:
+    def check_space(self, parameters: int, flash: bool, keep_last: int, model_file: bool = False) -> None:
         """Refuse to start where the checkpoints that are kept at a time (and the one being written) have no room.
+
+        Args:
+            parameters: how many the model has.
+            flash: whether a flashdist optimizer trains it.
+            keep_last: how many checkpoints stay.
+            model_file: whether DeepSpeed saves.
 
         Raises:
             UserError: with what is needed and what is there.
         """
-        one = int(parameters * (FLASH_BYTES if flash else DENSE_BYTES))
+        one = int(parameters * ((FLASH_BYTES if flash else DENSE_BYTES) + (MODEL_FILE_BYTES if model_file else 0)))
         there = min(len(self.steps()), keep_last)
         needed = one * (keep_last + 1 - there)
         existing = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())

@@ -7,15 +7,18 @@
 | ddp_zero1 | whole       | 1/N of them   | averaged                                         |
 | fsdp2     | 1/N of them | 1/N of them   | averaged, 1/N of them                            |
 | hsdp      | 1/S of them | 1/S of them   | averaged, 1/S of them; S ranks share one copy    |
+| deepspeed | as its JSON says: ZeRO 0 to 3 (deepspeed_engine.py)                            |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import deepspeed_folder
 import torch
 import torch.distributed as dist
 from config import UserError
@@ -28,6 +31,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flashdist
+from flashdist import checkpoint
+from flashdist.integrations.deepspeed_convert import load_zero_checkpoint
+from flashdist.sharding.local_shard import local
 from flashdist.sharding.replicated import shard_states
 
 FLASH = {
@@ -50,6 +56,7 @@ class Trainee:
         clip: clips the global norm of the gradients, and returns the norm before.
         reducing: the context of a micro-batch's forward and backward; its argument says whether the gradients that
             have come together are averaged over ranks then.
+        whole: whether each rank has all weights and states.
     """
 
     module: GPT
@@ -57,6 +64,78 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     clip: Callable[[float], Tensor]
     reducing: Callable[[bool], AbstractContextManager[Any]]
+    whole: bool
+
+    def backward(self, x: Tensor, y: Tensor, turns: int, last: bool) -> Tensor:
+        """Forward and backward of one micro-batch.
+
+        Args:
+            x, y: ids and the ids that follow, (B, T).
+            turns: how many micro-batches a step has.
+            last: whether this is the last one.
+
+        Returns:
+            Its share of the step's loss, detached.
+        """
+        with self.reducing(last):
+            loss = self.call(x, y).mean() / turns
+            loss.backward()
+        return loss.detach()
+
+    def start_step(self) -> None:
+        """Before the first micro-batch."""
+        self.optimizer.zero_grad()
+
+    def step(self, max_norm: float) -> Tensor:
+        """Clips and steps; the gradient norm before clipping."""
+        norm = self.clip(max_norm)
+        self.optimizer.step()
+        return norm
+
+    def evaluate(self, x: Tensor, y: Tensor) -> Tensor:
+        """Each sequence's mean loss (B,), without gradients."""
+        losses: Tensor = self.module(x, y)
+        return losses
+
+    def end_evaluation(self) -> None:
+        """After the last batch of an evaluation."""
+        if isinstance(self.module, FSDPModule):
+            # Without a backward pass the outermost parameters would stay gathered, and be what is saved next.
+            self.module.reshard()
+
+    def weights(self) -> Iterator[Tensor]:
+        """What this rank holds of the parameters."""
+        return (local(p) for p in self.module.parameters())
+
+    def parameters(self) -> int:
+        """How many there are on all ranks together."""
+        return sum(p.numel() for p in self.module.parameters())  # a DTensor's are all of them
+
+    def save(self, path: Path, extra: dict[str, Any]) -> None:
+        """Saves a checkpoint. Collective."""
+        checkpoint.save(path, self.module, self.optimizer, extra=extra)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Loads a checkpoint. Collective.
+
+        Returns:
+            The `extra` it was saved with.
+        """
+        if deepspeed_folder.holds(path):
+            return self._load_zero(path)
+        extra: dict[str, Any] = checkpoint.load(path, self.module, self.optimizer)
+        return extra
+
+    def _load_zero(self, path: Path) -> dict[str, Any]:
+        """Loads what DeepSpeed saved into a model that is whole on each rank."""
+        if not self.whole or not isinstance(self.optimizer, flashdist.FlashOptimizer):
+            raise ValueError(
+                "it was saved under ZeRO: go on with parallel.strategy=deepspeed, single or ddp, and one of "
+                "flashdist's optimizers (what these save, every strategy loads)"
+            )
+        note = deepspeed_folder.check(path)
+        load_zero_checkpoint(path / deepspeed_folder.TAG, self.module, self.optimizer)
+        return note.extra
 
 
 def check_ranks(parallel: ParallelSection, size: int) -> None:
@@ -90,13 +169,17 @@ def build(config: PretrainConfig, shape: GPTConfig, device: torch.device) -> Tra
     on_gpu = device.type == "cuda"
     # Products run in BF16 on a GPU and in fp32 on a CPU, whichever the weights are.
     shape = replace(shape, matmul_dtype=torch.bfloat16 if on_gpu else torch.float32)
+    strategy = config.parallel.strategy
+    if strategy == "deepspeed":
+        from deepspeed_strategy import build_under_deepspeed
+
+        return build_under_deepspeed(config, shape, device)
     with torch.device("meta"):
         module = GPT(shape)
     if flash:
         flashdist.cast_model(module)
     if config.train.compile:
         module.compile_parts()
-    strategy = config.parallel.strategy
     if strategy in ("fsdp2", "hsdp"):
         _shard(module, config.parallel, device, gather_bf16=on_gpu and not flash)
     module.to_empty(device=device)
@@ -110,7 +193,8 @@ def build(config: PretrainConfig, shape: GPTConfig, device: torch.device) -> Tra
     optimizer = build_optimizer(module, config.optimizer, on_gpu)
     if strategy == "ddp_zero1" and isinstance(optimizer, flashdist.FlashOptimizer):
         shard_states(optimizer)
-    return Trainee(module, call, optimizer, _clip_of(optimizer), _reducing_of(module, call, config.parallel))
+    reducing = _reducing_of(module, call, config.parallel)
+    return Trainee(module, call, optimizer, _clip_of(optimizer), reducing, whole=strategy in ("single", "ddp"))
 
 
 def _shard(module: GPT, parallel: ParallelSection, device: torch.device, gather_bf16: bool) -> None:
@@ -130,9 +214,32 @@ def _shard(module: GPT, parallel: ParallelSection, device: torch.device, gather_
     fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def build_optimizer(module: nn.Module, section: OptimizerSection, on_gpu: bool) -> torch.optim.Optimizer:
-    """The optimizer of a config, over param groups in which matrices decay and vectors do not."""
+def build_optimizer(
+    module: nn.Module, section: OptimizerSection, on_gpu: bool, more: dict[str, Any] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of a config, over param groups in which matrices decay and vectors do not.
+
+    Args:
+        module: the model.
+        section: the config's.
+        on_gpu: whether torch's own may be the fused one.
+        more: further arguments of a flashdist optimizer.
+
+    Raises:
+        UserError: an argument that it refuses.
+    """
     groups = weight_decay_groups(module, section.weight_decay)
+    settings = optimizer_settings(section)
+    try:
+        if section.name in FLASH:
+            return FLASH[section.name](groups, **settings, **(more or {}))
+        return torch.optim.AdamW(groups, fused=True if on_gpu else None, **settings)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"optimizer: {error}") from error
+
+
+def optimizer_settings(section: OptimizerSection) -> dict[str, Any]:
+    """The arguments of the optimizer's constructor that a config gives, but for weight decay."""
     settings: dict[str, Any] = {"lr": section.lr}
     if section.name in ("flash_sgd", "flash_sgdw"):
         settings["momentum"] = section.momentum
@@ -141,13 +248,9 @@ def build_optimizer(module: nn.Module, section: OptimizerSection, on_gpu: bool) 
             settings["betas"] = section.betas
         if section.name != "flash_lion":
             settings["eps"] = section.eps
-    try:
-        if section.name in FLASH:
-            settings |= {"master_weight_bits": section.master_weight_bits, "quantize": section.quantize}
-            return FLASH[section.name](groups, **settings)
-        return torch.optim.AdamW(groups, fused=True if on_gpu else None, **settings)
-    except ValueError as error:
-        raise UserError(f"optimizer: {error}") from error
+    if section.name in FLASH:
+        settings |= {"master_weight_bits": section.master_weight_bits, "quantize": section.quantize}
+    return settings
 
 
 def _clip_of(optimizer: torch.optim.Optimizer) -> Callable[[float], Tensor]:

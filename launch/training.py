@@ -25,12 +25,10 @@ from sampling import num_windows, read_windows, sample_ids, share_of_rank
 from strategy import Trainee, build
 from tokens import TokenFiles
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 import flashdist
 from flashdist import checkpoint
 from flashdist.memory import summarize
-from flashdist.sharding.local_shard import local
 
 Batch = tuple[Tensor, Tensor]
 # What a resume takes from its config, like the learning rate, and not from the checkpoint.
@@ -82,7 +80,7 @@ class Training:
         groups = self.trainee.optimizer.param_groups
         asked = [{key: group[key] for key in _FROM_CONFIG if key in group} for group in groups]
         try:
-            extra = checkpoint.load(path, self.trainee.module, self.trainee.optimizer)
+            extra = self.trainee.load(path)
         except (ValueError, OSError, checkpoint.CheckpointError) as error:
             raise UserError(f"cannot resume from {path}: {' '.join(str(error).split())}") from error
         expected = self._position()
@@ -152,17 +150,13 @@ class Training:
         train, trainee = self.config.train, self.trainee
         for group in trainee.optimizer.param_groups:
             group["lr"] = self.config.learning_rate(self.step)
-        trainee.optimizer.zero_grad()
+        trainee.start_step()
         turns = self.micro_batches()
         total = torch.zeros((), device=self.device)
         for turn, ids in enumerate(turns):
             x, y = self._batch(self.files.train, ids)
-            with trainee.reducing(turn == len(turns) - 1):
-                loss = trainee.call(x, y).mean() / len(turns)
-                loss.backward()
-            total += loss.detach()
-        norm = trainee.clip(train.max_norm)
-        trainee.optimizer.step()
+            total += trainee.backward(x, y, len(turns), turn == len(turns) - 1)
+        norm = trainee.step(train.max_norm)
         self.step += 1
         self.samples += train.batch
         return total, norm
@@ -215,11 +209,9 @@ class Training:
             ids = mine[start : start + micro_batch]
             # Always the same shape, for which a compiled model is compiled once.
             padded = ids + [0] * (micro_batch - len(ids))
-            losses = self.trainee.module(*self._batch(self.files.validation, padded))
+            losses = self.trainee.evaluate(*self._batch(self.files.validation, padded))
             total += losses[: len(ids)].double().sum()
-        if isinstance(self.trainee.module, FSDPModule):
-            # Without a backward pass the outermost parameters would stay gathered, and be what is saved next.
-            self.trainee.module.reshard()
+        self.trainee.end_evaluation()
         dist.all_reduce(total)
         value = total.item() / count
         reporter.record(self.step, {"eval_loss": value})
@@ -227,7 +219,7 @@ class Training:
 
     def _save(self, folder: RunFolder, reporter: Reporter) -> None:
         # The losses of the steps so far may all be finite, or were not looked at: run.log_every.
-        broken = (not bool(torch.isfinite(local(p)).all()) for p in self.trainee.module.parameters())
+        broken = (not bool(torch.isfinite(p).all()) for p in self.trainee.weights())
         if any_rank(any(broken)):
             raise RunError(
                 f"the weights after step {self.step} are no longer finite, earlier checkpoints are kept: go on "
@@ -235,7 +227,7 @@ class Training:
             )
         path = folder.step_folder(self.step)
         try:
-            checkpoint.save(path, self.trainee.module, self.trainee.optimizer, extra=self._position())
+            self.trainee.save(path, self._position())
             if self.rank == 0:
                 folder.remove_old(self.config.run.keep_last)
         except (OSError, checkpoint.CheckpointError) as error:
@@ -255,8 +247,8 @@ class Training:
         kinds = ("weights", "corrections", "moments", "scales", "steps", "gradients", "derived")
         sizes = torch.tensor([getattr(summary, kind) for kind in kinds], dtype=torch.int64)
         dist.all_reduce(sizes)
-        parameters_in_all = sum(p.numel() for p in self.trainee.module.parameters())  # a DTensor's are all of them
-        return {**dict(zip(kinds, sizes.tolist(), strict=True)), "parameters": parameters_in_all, "ranks": self.size}
+        counts = {"parameters": self.trainee.parameters(), "ranks": self.size}
+        return {**dict(zip(kinds, sizes.tolist(), strict=True)), **counts}
 
     def _description(self) -> dict[str, Any]:
         return {

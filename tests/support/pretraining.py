@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from config import UserError, load
 from metrics import read_metrics
 from pretrain_config import PretrainConfig
 from ranks import Ranks
+
+from tests.support.deepspeed_runs import deepspeed_on_this_group
 
 # 2 layers of width 64; batches of 12 can be shared by 1, 2 and 3 ranks, and by 4 with micro-batches of 3.
 TINY = [
@@ -77,8 +80,9 @@ def run_in_pool(rank: int, size: int, arguments: list[str], resume: str | None, 
         return turns
 
     training.Training.micro_batches = recording  # type: ignore[method-assign]
+    under = deepspeed_on_this_group() if config.parallel.strategy == "deepspeed" else nullcontext()
     try:
-        with training.StopRequest().listening() as stop:
+        with training.StopRequest().listening() as stop, under:
             pretrain.settle(config, ranks, device)
             pretrain.run(prepared, ranks, device, stop)
     finally:
