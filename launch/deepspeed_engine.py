@@ -67,7 +67,7 @@ def make_engine(deepspeed: Any, module: nn.Module, optimizer: FlashOptimizer, se
             warnings.filterwarnings("ignore", module="torch|deepspeed")
             return deepspeed.initialize(model=module, optimizer=optimizer, config=settled.config)[0]
     except (*MISTAKES, deepspeed.DeepSpeedConfigError) as error:
-        raise UserError(f"parallel.deepspeed_config: {' '.join(str(error).split())}") from error
+        raise UserError(f"{settled.where}: {' '.join(str(error).split())}") from error
 
 
 class Spread:
@@ -94,7 +94,7 @@ class Spread:
 
     def weights(self) -> Iterator[Tensor]:
         """What this rank holds of the parameters."""
-        return (getattr(p, "ds_tensor", p) for p in self.engine.module.parameters())
+        return map(_held, self.engine.module.parameters())
 
     def parameters(self) -> int:
         """How many there are on all ranks together."""
@@ -143,7 +143,18 @@ class Spread:
                     str(path), tag=deepspeed_folder.TAG, load_lr_scheduler_states=False
                 )
         except (RuntimeError, KeyError, AssertionError) as error:
-            raise ValueError(f"it is of another model or optimizer: {error}") from error
+            text = " ".join(str(error).split())[:300]
+            raise ValueError(f"it is of another model or optimizer: {text}") from error
         if found is None:
             raise ValueError("DeepSpeed found no model file in it")
         return note.extra
+
+
+def _held(p: Any) -> Tensor:
+    if not hasattr(p, "ds_tensor"):
+        whole: Tensor = p
+        return whole
+    part: Tensor = p.ds_tensor
+    # What fills up the last ranks' parts has never been written.
+    here = min(max(p.ds_numel - dist.get_rank() * part.numel(), 0), part.numel())
+    return part[:here]

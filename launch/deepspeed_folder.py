@@ -87,7 +87,7 @@ def check(path: Path) -> Note:
             error = UserError(f"cannot resume from {path}: {damaged[0]} is damaged, take an earlier checkpoint")
     except (OSError, ValueError, KeyError, TypeError) as caught:
         reason = (caught.strerror if isinstance(caught, OSError) else None) or caught
-        error = UserError(f"cannot resume from {path}: a file is missing or damaged: {reason}")
+        error = UserError(f"cannot resume from {path}: {NOTE} cannot be read: {reason}")
         if isinstance(caught, FileNotFoundError):
             error = UserError(f"cannot resume from {path}: {Path(caught.filename).name} is missing")
     raise_together(error)

@@ -1,8 +1,8 @@
 """From a DeepSpeed JSON and a launcher's own config to what `deepspeed.initialize` gets. Imports no DeepSpeed.
 
-The launcher's config says how a run trains, the JSON how DeepSpeed spreads it. What both can say (batch sizes, clipping,
-the optimizer and its numbers) may be `"auto"` or missing in the JSON, or must be the same there: a contradiction is
-refused, because either choice would surprise somebody.
+The launcher's config says how a run trains, the JSON how DeepSpeed spreads it. What both can say (batch sizes,
+clipping, the optimizer and its numbers) may be `"auto"` or missing in the JSON, or must be the same there: a
+contradiction is refused, because either choice would surprise somebody.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED = {
     "fp16": 'set "bf16": {"enabled": true} instead, the master weight continues a bf16 weight',
     "amp": 'set "bf16": {"enabled": true} instead, the master weight continues a bf16 weight',
     "torch_autocast": 'set "bf16": {"enabled": true} instead, the weights are bf16 themselves',
-    "scheduler": "leave it out, the learning rate follows the launcher's own config (train.warmup and what is beside it)",
+    "scheduler": "leave it out, the learning rate follows the launcher's config (train.warmup and what is beside it)",
     "activation_checkpointing": "leave it out, model.activation_checkpointing in the launcher's config switches it",
     "checkpoint": "leave it out, checkpoints are the launcher's: run.save_every and --resume",
     "elasticity": "leave it out, the batch is train.batch in the launcher's config for any number of ranks",
@@ -76,11 +76,13 @@ class Settled:
         config: for `deepspeed.initialize`; without "optimizer", which the launcher builds.
         stage: of ZeRO.
         more: arguments of the optimizer's constructor that only the JSON gives.
+        where: what messages call the JSON.
     """
 
     config: dict[str, Any]
     stage: int
     more: dict[str, Any]
+    where: str
 
 
 def settle(path: Path | None, asked: Asked) -> Settled:
@@ -109,11 +111,11 @@ def settle(path: Path | None, asked: Asked) -> Settled:
     config = {key: value for key, value in given.items() if key not in ("optimizer", *REFUSED)}
     derived = zip(BATCH_KEYS, (asked.batch, asked.micro_batch, asked.pieces), asked.batch_keys, strict=True)
     for key, value, name in derived:
-        config[key] = _agreed(given, key, value, f"{name} {'gives' if ' and ' in name else 'is'}", where)
+        config[key] = _agreed(given, key, value, f"{name} {'give' if ' and ' in name else 'is'}", where)
     norm = 0.0 if math.isinf(asked.max_norm) else float(asked.max_norm)
     config["gradient_clipping"] = _agreed(given, "gradient_clipping", norm, f"{asked.norm_key} gives", where)
     config.setdefault("steps_per_print", 2**31)  # the launcher says more, in metrics.jsonl
-    return Settled(config, stage, _optimizer(given, asked, where))
+    return Settled(config, stage, _optimizer(given, asked, where), where)
 
 
 def read(path: Path, where: str) -> dict[str, Any]:
@@ -190,7 +192,9 @@ def _optimizer(given: dict[str, Any], asked: Asked, where: str) -> dict[str, Any
     section = given.get("optimizer")
     if section is None:
         return {}
-    kind = section.get("type") if isinstance(section, dict) else section
+    if not isinstance(section, dict):
+        raise UserError(f'{where}: optimizer must be an object with a "type", got {section!r}')
+    kind = section.get("type")
     if kind not in OPTIMIZERS.values():
         raise UserError(
             f"{where}: optimizer.type {kind!r} is none of {', '.join(OPTIMIZERS.values())}: name one of them, or leave "

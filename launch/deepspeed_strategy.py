@@ -1,4 +1,4 @@
-"""`parallel.strategy=deepspeed` in launch/pretrain.py: the model in an engine, with the optimizer of the launcher's config."""
+"""`parallel.strategy=deepspeed` in launch/pretrain.py: the model in an engine, with the launcher's optimizer."""
 
 from __future__ import annotations
 
@@ -109,15 +109,19 @@ def build_under_deepspeed(config: PretrainConfig, shape: GPTConfig, device: torc
         _fill(deepspeed, module, config.train.seed)
     else:
         with torch.device("meta"):
-            module = flashdist.cast_model(GPT(shape))
-        init_weights(module.to_empty(device=device), config.train.seed)
+            module = GPT(shape)
+        flashdist.cast_model(module)
+        module.to_empty(device=device)
+        init_weights(module, config.train.seed)
     if config.train.compile:
         module.compile_parts()
     optimizer = build_optimizer(module, config.optimizer, device.type == "cuda", plan.more)
     assert isinstance(optimizer, flashdist.FlashOptimizer)
     engine = deepspeed_engine.make_engine(deepspeed, module, optimizer, plan)
     spread = Spread(engine, plan.stage, device)
-    return EngineTrainee(module, engine, optimizer, optimizer.clip_grad_norm_, lambda last: nullcontext(), False, spread)
+    return EngineTrainee(
+        module, engine, optimizer, optimizer.clip_grad_norm_, lambda last: nullcontext(), False, spread
+    )
 
 
 @torch.no_grad()

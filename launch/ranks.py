@@ -1,7 +1,8 @@
 """Which rank this process is, however it was started, and the process group it belongs to.
 
-torchrun (and whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as `deepspeed`) is taken at its word. Under mpirun the
-ranks find each other through mpi4py, which is used for nothing else. A process that was started alone is rank 0 of 1.
+torchrun (and whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as `deepspeed` does) is taken at its
+word. Under mpirun the ranks find each other through mpi4py, which is used for nothing else. A process that was started
+alone is rank 0 of 1.
 """
 
 from __future__ import annotations

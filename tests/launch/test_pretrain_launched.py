@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 MPIRUN = [str(BIN / "mpirun"), "-n", "2", sys.executable]
 
 
+DEEPSPEED = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port"]  # it means ranks, on a CPU too
+
+
+LAUNCHERS = ("torch.distributed.run", "deepspeed.launcher.launch", str(BIN / "deepspeed"))
+
+
 @contextmanager
 def started(launcher: list[str], arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A launcher with its ranks; whatever is left of them at the end of the `with` is killed."""
@@ -43,10 +50,16 @@ def started(launcher: list[str], arguments: list[str]) -> Iterator[subprocess.Po
                     left.kill()
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
 def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     """The two Python processes that train."""
     descendants = psutil.Process(launcher.pid).children(recursive=True)
-    return [p for p in descendants if str(SCRIPT) in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+    return [p for p in descendants if str(SCRIPT) in p.cmdline() and not any(m in p.cmdline() for m in LAUNCHERS)]
 
 
 def wait_for_step(launcher: subprocess.Popen[str], metrics: Path, step: int) -> None:
@@ -98,3 +111,40 @@ def test_killed_under_torchrun_stopped_under_mpirun_and_resumed_gives_the_losses
     assert finished.losses == unbroken
     assert [p.name for p in sorted(folder.glob("step-*"))] == ["step-00000035", "step-00000040"]
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(400)
+def test_killed_under_deepspeed_stopped_under_mpirun_and_resumed_under_torchrun_is_the_unbroken_run(tmp_path):
+    """The same for parallel.strategy=deepspeed, ZeRO 2, whose checkpoints are DeepSpeed's."""
+    zero2 = f"parallel.deepspeed_config={ROOT / 'configs' / 'deepspeed' / 'zero2.json'}"
+    steps = ["train.steps=24", "train.micro_batch=6", "run.save_every=5", "run.eval_sequences=0"]
+    settings = ["parallel.strategy=deepspeed", zero2, *steps]
+    alone = overrides(tmp_path, f"run.folder={tmp_path / 'alone'}", *settings)
+    unbroken = run_ranks(run_in_pool, 2, alone, None, None)[0].losses
+
+    folder = tmp_path / "run"
+    config = tmp_path / "defaults.yaml"
+    config.touch()
+    arguments = [str(config), *overrides(tmp_path, f"run.folder={folder}", *settings)]
+    metrics = folder / "metrics.jsonl"
+
+    with started([*DEEPSPEED, str(free_port())], arguments) as launcher:
+        wait_for_step(launcher, metrics, 6)
+        random.choice(ranks_of(launcher)).kill()
+        output, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode != 0, output
+    killed = losses(read_metrics(metrics))
+    assert killed == {step: unbroken[step] for step in killed}
+
+    with started(MPIRUN, [*arguments, "--resume", "auto"]) as launcher:
+        wait_for_step(launcher, metrics, max(killed) + 2)
+        random.choice(ranks_of(launcher)).send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0, output
+    assert "asked to stop: saved after step" in output
+    assert (folder / f"step-{max(losses(read_metrics(metrics))):08d}" / "run.json").is_file()
+
+    with started(TORCHRUN, [*arguments, "--resume", "auto"]) as launcher:
+        output, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0, output
+    assert losses(read_metrics(metrics)) == unbroken
