@@ -100,6 +100,28 @@ class Spread:
         """How many there are on all ranks together."""
         return sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
 
+    @torch.no_grad()
+    def whole_weights(self, master: bool) -> dict[str, Tensor]:
+        """All parameters by name on rank 0's CPU, gathered one at a time; nothing on other ranks. Collective.
+
+        Args:
+            master: fp32 master weights instead of the bf16 weights.
+        """
+        import deepspeed
+
+        found = {}
+        for name, p in self.engine.module.named_parameters():
+            if master and p.requires_grad and self.stage:
+                value = deepspeed.utils.safe_get_full_fp32_param(p)
+            elif master and p.requires_grad:
+                value = self.optimizer.master_weight(p)
+            else:
+                with deepspeed.zero.GatheredParameters([p]):
+                    value = p.detach().clone()
+            if dist.get_rank() == 0:
+                found[name] = value.to("cpu")
+        return found
+
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Saves a checkpoint. Collective."""
         if not self.stage:

@@ -95,6 +95,21 @@ class TrainSection:
 
 
 @dataclass(frozen=True)
+class ParallelSection:
+    """One device, or DeepSpeed's ZeRO on any number of them."""
+
+    strategy: Literal["single", "deepspeed"] = "single"
+    # deepspeed: a JSON such as configs/deepspeed/zero2.json.
+    deepspeed_config: Path | None = None
+    # Minutes after which a rank that waits for others gives up.
+    timeout_minutes: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.deepspeed_config is not None and self.strategy != "deepspeed":
+            raise ValueError("deepspeed_config is given, but strategy is single: take strategy deepspeed")
+
+
+@dataclass(frozen=True)
 class RunSection:
     """What a run writes."""
 
@@ -119,12 +134,24 @@ class FinetuneConfig:
     data: DataSection = field(default_factory=DataSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     train: TrainSection = field(default_factory=TrainSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
     run: RunSection = field(default_factory=RunSection)
 
     def __post_init__(self) -> None:
         if self.optimizer.name == "torch_adamw" and self.train.gradient_release:
             raise ValueError("optimizer.name=torch_adamw has no gradient release: set train.gradient_release=false")
+        if self.parallel.strategy == "deepspeed":
+            self._check_deepspeed()
         if self.data.train is None and not self.model.source.startswith("random:"):
             raise ValueError("data.train is missing: a JSONL file (random tokens are for random models alone)")
         if self.data.train is None and not self.train.steps:
             raise ValueError("train.steps is missing: random tokens have no end")
+
+    def _check_deepspeed(self) -> None:
+        if self.train.gradient_release:
+            raise ValueError(
+                "parallel.strategy=deepspeed has no gradient release, DeepSpeed steps all parameters together: set "
+                "train.gradient_release=false"
+            )
+        if self.model.dtype != "bf16":
+            raise ValueError("parallel.strategy=deepspeed trains bf16 weights: set model.dtype=bf16")

@@ -12,6 +12,7 @@ from config import UserError
 from finetune_config import ModelSection
 from finetune_data import Rows
 from needed import missing
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flashdist import FlashOptimizer, cast_model
@@ -181,11 +182,32 @@ def _liger_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
-def export(folder: Path, model: Any, opt: torch.optim.Optimizer, tokenizer: Any, kind: str) -> None:
-    """A folder that transformers loads: weights (of FlashAdamW in fp32 the master weights), config, tokenizer."""
+def export(
+    folder: Path,
+    model: Any,
+    opt: torch.optim.Optimizer | None,
+    tokenizer: Any,
+    kind: str,
+    values: dict[str, Tensor] | None = None,
+) -> None:
+    """A folder that transformers loads: weights (of FlashAdamW in fp32 the master weights), config, tokenizer.
+
+    Args:
+        folder: made where there is none.
+        model, tokenizer: as loaded.
+        opt: of the model.
+        kind: `bf16` or `fp32`.
+        values: all weights by name, where the model itself has only parts of them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = DTYPES[kind]
-    export_weights(folder, model, opt if isinstance(opt, FlashOptimizer) else None, dtype, overwrite=True)
+    if values is None:
+        export_weights(folder, model, opt if isinstance(opt, FlashOptimizer) else None, dtype, overwrite=True)
+    else:
+        buffers = dict(model.named_buffers())
+        kept = {name: buffers[name].detach().cpu() for name in model.state_dict() if name in buffers}
+        weights = {name: value.to(dtype).contiguous() for name, value in values.items()}
+        save_file(weights | kept, folder / "model.safetensors", {"format": "pt"})
     config = json.loads(model.config.to_json_string())
     config |= {"dtype": str(dtype).removeprefix("torch."), "use_cache": True, "architectures": [type(model).__name__]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -14,8 +14,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from metrics import read_metrics
 from model import GPT, GPTConfig
 from pretrain_config import PretrainConfig
 from ranks import Ranks, choose_device, connected, discover, raise_together
-from run_folder import RunFolder
+from run_folder import RunFolder, claimed
 from sampling import num_windows
 from strategy import FLASH, check_ranks
 from tokens import TokenFiles, prepare
@@ -175,20 +174,6 @@ def run(prepared: Prepared, ranks: Ranks, device: torch.device, stop: StopReques
         finally:
             if ranks.rank == 0:
                 draw_curves(folder)
-
-
-@contextmanager
-def claimed(folder: RunFolder, config: PretrainConfig, step: int, rank: int) -> Iterator[None]:
-    """Rank 0 claims the folder for the time of a `with`; where it cannot, all ranks raise."""
-    with ExitStack() as stack:
-        error = None
-        if rank == 0:
-            try:
-                stack.enter_context(folder.claim(config, step))
-            except UserError as caught:
-                error = caught
-        raise_together(error)
-        yield
 
 
 def settle(config: PretrainConfig, ranks: Ranks, device: torch.device) -> None:

@@ -150,6 +150,10 @@ def raise_together(error: UserError | None) -> None:
     Raises:
         UserError: as said.
     """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
     texts: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, str(error) if error is not None else None)
     for rank, text in enumerate(texts):
@@ -159,7 +163,7 @@ def raise_together(error: UserError | None) -> None:
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank; the same answer on all of them."""
-    if dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag
     answer = torch.tensor([flag], dtype=torch.int32)
     dist.all_reduce(answer, dist.ReduceOp.MAX)

@@ -13,11 +13,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from config import UserError, to_yaml
-from pretrain_config import PretrainConfig
+from ranks import raise_together
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 # Bytes on disk a parameter, rounded up: weights, corrections, codes and scales, or fp32 weights and moments.
@@ -106,7 +107,7 @@ class RunFolder:
             )
 
     @contextmanager
-    def claim(self, config: PretrainConfig, start: int) -> Iterator[None]:
+    def claim(self, config: Any, start: int) -> Iterator[None]:
         """For rank 0: makes the folder, writes the config, and keeps other runs out for the time of a `with`.
 
         Raises:
@@ -135,3 +136,17 @@ class RunFolder:
             doomed = self.path / f"removing-{step:08d}"
             os.replace(self.step_folder(step), doomed)
             shutil.rmtree(doomed)
+
+
+@contextmanager
+def claimed(folder: RunFolder, config: Any, step: int, rank: int) -> Iterator[None]:
+    """Rank 0 claims the folder for the time of a `with`; where it cannot, all ranks raise."""
+    with ExitStack() as stack:
+        error = None
+        if rank == 0:
+            try:
+                stack.enter_context(folder.claim(config, step))
+            except UserError as caught:
+                error = caught
+        raise_together(error)
+        yield

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import resource
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from pretrain_config import PretrainConfig
 from ranks import any_rank
 from run_folder import RunFolder
 from sampling import num_windows, read_windows, sample_ids, share_of_rank
+from stop import StopRequest as StopRequest
 from strategy import Trainee, build
 from tokens import TokenFiles
 from torch import Tensor
@@ -37,27 +36,6 @@ _FROM_CONFIG = ("betas", "eps", "momentum", "weight_decay")
 
 class RunError(Exception):
     """A run that cannot go on; its text is one line. Exit code 1."""
-
-
-class StopRequest:
-    """Set by SIGTERM and SIGUSR1: the run ends after the step it is in, with a checkpoint."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Handles the signals for the time of a `with`."""
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.asked = True
-
-        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class Training:

@@ -38,6 +38,11 @@ class Stage0Optimizer(DeepSpeedOptimizer):  # type: ignore[misc]
         return self.optimizer.param_groups
 
     @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The parameters by group, which DeepSpeed 0.18 reads when it saves."""
+        return [group["params"] for group in self.param_groups]
+
+    @property
     def state(self) -> Any:
         return self.optimizer.state
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import finetune
 import finetune_model
+import finetuning as one_run
 import pytest
 import torch
 from config import UserError
@@ -105,7 +106,7 @@ def test_the_configs_are_valid(name):
         model = finetune_model.transformers.AutoModelForCausalLM.from_config(shape)
     expected = {"llama3.1-8b": 8_030_261_248, "smollm2-135m": 134_515_008}[name]
     assert sum(p.numel() for p in model.parameters()) == expected
-    plan = finetune.planned(finetune.build_optimizer(config, model.bfloat16()), released=True)
+    plan = one_run.planned(one_run.build_optimizer(config, model.bfloat16()), released=True)
     assert sum(v for k, v in plan.items() if k != "gradients") == pytest.approx(5.1875 * expected, rel=0.001)
 
 
@@ -181,15 +182,15 @@ def test_heads_that_cannot_be_computed_here(tmp_path):
 
 def test_the_learning_rate():
     train = TrainSection(warmup=2, schedule="linear")
-    assert [finetune.learning_rate(train, 1.0, t, 4) for t in range(4)] == pytest.approx([0.5, 1.0, 1.0, 0.55])
+    assert [one_run.learning_rate(train, 1.0, t, 4) for t in range(4)] == pytest.approx([0.5, 1.0, 1.0, 0.55])
     cosine = TrainSection(warmup=0, schedule="cosine")
-    assert finetune.learning_rate(cosine, 1.0, 5, 10) == pytest.approx(0.55)
+    assert one_run.learning_rate(cosine, 1.0, 5, 10) == pytest.approx(0.55)
 
 
 def test_rows_without_a_target_are_an_error(inputs, tmp_path):
     _, config = inputs
     loaded = finetune.load(finetune.FinetuneConfig, config, [f"run.folder={tmp_path}"])
-    training = finetune.Finetuning(loaded, torch.device("cpu"), None)
+    training = one_run.Finetuning(loaded, torch.device("cpu"), None)
     training.training.rows.targets.fill_(-100)
     with pytest.raises(UserError, match="no token to learn"):
         training.train_step()
@@ -208,7 +209,7 @@ def test_the_first_step_with_release_is_clipped_as_without(inputs, tmp_path):
     states = {}
     for release in ("true", "false"):
         overrides = [f"run.folder={tmp_path}", "train.clip=0.01", f"train.gradient_release={release}"]
-        training = finetune.Finetuning(
+        training = one_run.Finetuning(
             finetune.load(finetune.FinetuneConfig, config, overrides), torch.device("cpu"), None
         )
         training.train_step()
