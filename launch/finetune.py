@@ -28,6 +28,9 @@ from ranks import Ranks, any_rank, choose_device, connected, discover
 from run_folder import RunFolder, claimed
 from stop import StopRequest
 
+# Seconds. Where one rank ends, torchrun ends the others, and rank 0 has something to say first.
+OTHERS_WAIT = 2.0
+
 
 def run(training: Finetuning, folder: RunFolder, stop: StopRequest) -> None:
     """Trains to the end, or until it is asked to stop, evaluating and saving on the way."""
@@ -139,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(2)  # where one rank ends, torchrun ends the others: rank 0 has something to say first
+            time.sleep(OTHERS_WAIT)
         return EXIT_CODE
     return 0
 
