@@ -10,6 +10,7 @@ from typing import Annotated
 try:
     import typer
     from rich.console import Console
+    from rich.progress import DownloadColumn, Progress
 except ModuleNotFoundError as error:
     print(f"flashdist: the command needs {error.name}: pip install 'flashdist[cli]'", file=sys.stderr)
     sys.exit(2)
@@ -20,11 +21,13 @@ from flashdist.checkpoint.folder import find
 from flashdist.checkpoint.manifest import read_manifest
 from flashdist.checkpoint.ranks import CheckpointError
 from flashdist.checkpoint.reading import check_files
+from flashdist.convert.run import SOURCES, TARGETS, Options
+from flashdist.convert.run import convert as convert_checkpoint
 from flashdist.model_shapes import model_shape
 
 app = typer.Typer(
     name="flashdist",
-    help="Look into checkpoints of flashdist, check them, and plan memory.",
+    help="Look into checkpoints of flashdist, check and convert them, and plan memory.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -87,6 +90,47 @@ def plan(
         print(json.dumps(found, indent=1))
     else:
         plan_tables.show(found, Console())
+
+
+_CONVERT_EXAMPLES = """Examples:
+
+flashdist convert run/step-1000 model --to hf --config my-model
+
+flashdist convert run/step-1000 weights.safetensors --to safetensors-fp32
+
+flashdist convert run/step-1000 adamw.pt --to torch-adamw
+
+flashdist convert adamw.pt run/step-0 --to flashdist --from torch-adamw"""
+
+
+@app.command(epilog=_CONVERT_EXAMPLES)
+def convert(
+    path: Annotated[Path, typer.Argument(help="the checkpoint, a file or a folder", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="what is to be made; it must not exist", show_default=False)],
+    to: Annotated[str, typer.Option(help=", ".join(TARGETS), show_default=False)],
+    source: Annotated[str | None, typer.Option("--from", help=", ".join(SOURCES), show_default="found out")] = None,
+    config: Annotated[Path | None, typer.Option(help="hf: folder with config.json and tokenizer")] = None,
+    dtype: Annotated[str | None, typer.Option(help="hf: bf16, fp16, fp32", show_default="as trained")] = None,
+    weights: Annotated[Path | None, typer.Option(help="the model's weights, if the checkpoint has none")] = None,
+    names: Annotated[Path | None, typer.Option(help="parameters' names in the optimizer's order, one a line")] = None,
+    master_weight_bits: Annotated[int, typer.Option(help="flashdist: 24 or 32")] = 24,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False,
+) -> None:
+    """From flashdist's checkpoints to others and back, one tensor at a time. Nothing in a file is ever executed."""
+    options = Options(config, dtype, weights, names, master_weight_bits)
+    console = Console(stderr=True)
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console, disable=quiet) as bar:
+        task = bar.add_task("converting", total=None)
+        try:
+            found = convert_checkpoint(
+                path, out, to, source, options, lambda n, of: bar.update(task, completed=n, total=of)
+            )
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
+    if not quiet:
+        for note in found.notes:
+            print(note)
+        print(f"{out}: {len(found.items)} tensors of {found.what}")
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ LAYERS: list[set[str]] = [
     },
     {"flashdist.checkpoint"},
     {"flashdist.integrations"},
+    {"flashdist.convert"},
     {"flashdist"},  # the public names
     {"flashdist.model_shapes"},
     {"flashdist.planner"},

@@ -67,10 +67,12 @@ def in_file_order(pieces: Sequence[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: -piece.tensor.element_size())
 
 
-def shard_header(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece], list[int]]:
+def shard_header(
+    pieces: Sequence[Piece], metadata: dict[str, str] | None = None
+) -> tuple[bytes, list[Piece], list[int]]:
     """Header, the pieces in their order in the file, and the byte each begins at."""
     ordered = in_file_order(pieces)
-    entries: dict[str, object] = {}
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     begins, position = [], 0
     for piece in ordered:
         end = position + nbytes(piece.tensor.shape, piece.tensor.dtype)
@@ -115,13 +117,14 @@ class StreamedFile:
     Args:
         path: must not exist.
         pieces: what it is to hold; of their tensors only shapes and dtypes are looked at.
+        metadata: texts that the file's header carries.
 
     Attributes:
         starts: where each piece's key begins in the file, in bytes.
     """
 
-    def __init__(self, path: Path, pieces: Sequence[Piece]) -> None:
-        header, ordered, begins = shard_header(pieces)
+    def __init__(self, path: Path, pieces: Sequence[Piece], metadata: dict[str, str] | None = None) -> None:
+        header, ordered, begins = shard_header(pieces, metadata)
         self.starts = {piece.key: begin for piece, begin in zip(ordered, begins, strict=True)}
         self._digest, self._size = hashlib.sha256(), 0
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
@@ -135,7 +138,7 @@ class StreamedFile:
         """Write the next piece's tensor, in the order of :func:`in_file_order`; from a device a block at a time."""
         for block in _blocks(tensor):
             host = block.cpu().resolve_neg()  # a view that negates lazily has other bytes than values
-            self._put(_bytes_of(host))
+            self._put(view_bytes(host))
 
     def _put(self, view: memoryview) -> None:
         self._digest.update(view)
@@ -171,7 +174,7 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
         yield rows.contiguous()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied; the tensor must outlive the view."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
@@ -232,7 +235,7 @@ def _read_run(file: BinaryIO, begin: int, target: Tensor) -> None:
     """Read consecutive bytes into a tensor, straight into its storage where that is possible."""
     if target.device.type == "cpu" and target.is_contiguous():
         file.seek(begin)
-        _read_all(file, _bytes_of(target))
+        _read_all(file, view_bytes(target))
         return
     row = nbytes(target.shape[1:], target.dtype)
     if row > BLOCK and target.dim() > 0:
@@ -243,7 +246,7 @@ def _read_run(file: BinaryIO, begin: int, target: Tensor) -> None:
     for part in parts:
         host = torch.empty(part.shape, dtype=part.dtype)
         file.seek(begin)
-        _read_all(file, _bytes_of(host))
+        _read_all(file, view_bytes(host))
         part.copy_(host)
         begin += nbytes(part.shape, part.dtype)
 
