@@ -10,6 +10,10 @@ from torch import Tensor
 
 from flashdist.convert.contents import MOMENTS
 from flashdist.convert.torch_files import copy_of
+from flashdist.numerics.groups import group_layout
+from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, decode_moment
+from flashdist.numerics.weight_split import join
+from flashdist.sharding.placement import from_bytes
 
 _Shape = tuple[int, ...]
 # Elements that are decoded at a time, a multiple of every group's size.
@@ -68,8 +72,8 @@ class StateOf(ABC):
         found = self.state.get(key)
         said = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         return ValueError(
-            f"{self.what} has {key} of {name} as {said}, which does not fit its weight of shape {shape}: it is damaged, "
-            "or of another model (--weights)"
+            f"{self.what} has {key} of {name} as {said}, which does not fit its weight of shape {shape}: it is "
+            "damaged, or of another model (--weights)"
         )
 
     def tensor(self, key: str) -> Tensor:
@@ -95,6 +99,34 @@ class DenseState(StateOf):
 
     def moment(self, place: int) -> Tensor:
         return copy_of(self.tensor(MOMENTS[place])).to(torch.float32)
+
+
+class FlashState(StateOf):
+    """That of ``FlashAdamW.state_dict()``."""
+
+    @classmethod
+    def recognises(cls, state: Any) -> bool:
+        return set(cls.unwrapped(state)) >= {ERROR, *MOMENTS}
+
+    def check(self, name: str, shape: _Shape, dtype: torch.dtype, bytewidth: Any) -> None:
+        super().check(name, shape, dtype, bytewidth)
+        self.layout = group_layout(shape)
+        for key in MOMENTS:
+            scales = self.state.get(key + SCALE_SUFFIX)
+            packed = scales is not None and self.layout.grouped and tuple(scales.shape) == self.layout.scale_shape
+            if not packed and (scales is not None or not self.tensor(key).is_floating_point()):
+                raise self.wrong(name, key + SCALE_SUFFIX, shape)
+        error = self.tensor(ERROR)
+        self.error = from_bytes(error) if tuple(error.shape) == (*shape, 2) else error
+        if tuple(self.error.shape) != shape or self.error.dtype not in (torch.int8, torch.int16):
+            raise self.wrong(name, ERROR, shape)
+
+    def moment(self, place: int) -> Tensor:
+        values, scales = copy_of(self.tensor(MOMENTS[place])), self.state.get(MOMENTS[place] + SCALE_SUFFIX)
+        return values.to(torch.float32) if scales is None else decode_moment(place, values, scales, self.layout)
+
+    def master(self, weight: Tensor) -> Tensor:
+        return join(weight, self.error)
 
 
 class FlashoptimState(StateOf):
@@ -169,8 +201,11 @@ class FlashoptimState(StateOf):
         out = torch.empty(flat.numel(), dtype=torch.float32)
         for begin in range(0, flat.numel(), _CHUNK):
             w = flat[begin : begin + _CHUNK]
-            part = bits[begin : begin + _CHUNK].to(torch.float64) / steps * _half_ulp(w)
-            out[begin : begin + _CHUNK] = (w.to(torch.float64) + part).to(torch.float32)
+            part = bits[begin : begin + _CHUNK].to(torch.float32) / steps
+            # In fp32, as flashoptim adds it: the sum is then its own master weight to the bit.
+            out[begin : begin + _CHUNK] = w.to(torch.float32) + (part.to(torch.float64) * _half_ulp(w)).to(
+                torch.float32
+            )
         return out.view(weight.shape)
 
 
@@ -178,7 +213,7 @@ def _half_ulp(weight: Tensor) -> Tensor:
     """Half a unit in the last place of bf16 or fp16 values, fp64."""
     mantissa, bias = (7, 127) if weight.dtype == torch.bfloat16 else (10, 15)
     exponent = ((weight.view(torch.int16).to(torch.int32) & 0x7FFF) >> mantissa).clamp(min=1)
-    return torch.ldexp(torch.ones((), dtype=torch.float64), exponent - (bias + mantissa + 1))
+    return torch.exp2((exponent - (bias + mantissa + 1)).to(torch.float64))
 
 
 class BnbState(StateOf):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from flashdist.convert import order
-from flashdist.convert.codes import BnbState, DenseState, FlashoptimState, StateOf
+from flashdist.convert.codes import BnbState, DenseState, FlashoptimState, FlashState, StateOf
 from flashdist.convert.contents import AdamState, Contents, Item
 from flashdist.convert.torch_files import Weights, find_weights, load_file, read_weights, weights_of
 from flashdist.state_loading import TORCH_HYPERPARAMETERS
 
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states", "opt")
 _KINDS: dict[str, type[StateOf]] = {
-    "torch-adamw": DenseState, "flashoptim": FlashoptimState, "bitsandbytes": BnbState,
+    "torch-adamw": DenseState, "flashoptim": FlashoptimState, "bitsandbytes": BnbState, "flashdist": FlashState,
 }  # fmt: skip
 
 
@@ -35,13 +35,16 @@ def read_torch(path: Path, kind: str, weights: Path | None, names: Path | None) 
     Raises:
         ValueError: it cannot be read, would run code, is of another optimizer, or its parts do not fit each other.
     """
-    loaded = load_file(path)
+    return contents_of(load_file(path), path, kind, f"the {kind} checkpoint at {path}", weights, names)
+
+
+def contents_of(loaded: Any, path: Path, kind: str, what: str, weights: Path | None, names: Path | None) -> Contents:
+    """As :func:`read_torch`, of what a file holds; ``kind`` may also be ``flashdist``: its optimizer's state dict."""
     state_dict = find_optimizer(loaded, path)
     if weights is not None:
         tensors, aliases = read_weights(weights)
     else:
         tensors, aliases = weights_of(find_weights({k: v for k, v in loaded.items() if k not in _OPTIMIZER_KEYS}, path))
-    what = f"the {kind} checkpoint at {path}"
     decoders = {key: _KINDS[kind](state, what) for key, state in state_dict["state"].items() if state}
     if not decoders:
         raise ValueError(f"{what} has the state of no parameter: save it after the first step")

@@ -47,8 +47,8 @@ def match(
     if sizes not in ways[-1]:
         raise ValueError(
             f"the optimizer's {sum(sizes)} parameters in {what} do not fit the model's {len(candidates)} tensors in "
-            "their order: give the model it was trained with by --weights, or the parameters' names, one a line, in the "
-            "optimizer's order by --names FILE"
+            "their order: give the model it was trained with by --weights, or the parameters' names, one a line, in "
+            "the optimizer's order by --names FILE"
         )
     if ways[-1][sizes] > 1:
         raise ValueError(

@@ -140,11 +140,14 @@ def detect(path: Path) -> str:
 
 
 def _read(path: Path, kind: str, options: Options) -> Contents:
-    if kind in ("flashdist", "deepspeed"):
-        for option in ("weights", "names"):
-            if getattr(options, option) is not None:
-                raise ValueError(f"--{option} is not for --from {kind}, which holds its own: leave it out")
-        return read_flashdist(path) if kind == "flashdist" else read_deepspeed(path)
+    for option in ("weights", "names"):
+        unused = kind == "flashdist" or (kind == "deepspeed" and option == "weights")
+        if unused and getattr(options, option) is not None:
+            raise ValueError(f"--{option} is not for --from {kind}, which holds its own: leave it out")
+    if kind == "flashdist":
+        return read_flashdist(path)
+    if kind == "deepspeed":
+        return read_deepspeed(path, options.names)
     if path.is_dir():
         raise ValueError(f"{path} is a folder, --from {kind} reads a file of torch.save: name the file")
     return from_torch.read_torch(path, kind, options.weights, options.names)
