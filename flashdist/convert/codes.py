@@ -33,12 +33,14 @@ class StateOf(ABC):
 
     def __init__(self, state: dict[str, Any], what: str) -> None:
         self.state, self.what = self.unwrapped(state), what
-        if not self.recognises(state):
+        if not self.accepts(state):
             raise ValueError(
                 f"{what} has a state with the entries {sorted(map(str, self.state))}: it is of another optimizer, "
                 "say which by --from"
             )
-        self.step = float(self.state.get("step", 0))
+        if "step" not in self.state:
+            raise ValueError(f"{what} is damaged: the entry step of a parameter's state is missing")
+        self.step = float(self.state["step"])
         self.shape = tuple(self.tensor(self.first).shape)
 
     first = MOMENTS[0]
@@ -51,7 +53,12 @@ class StateOf(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, state: Any) -> bool:
-        """Whether a state is of this kind."""
+        """Whether a state is of this kind and of no other."""
+
+    @classmethod
+    def accepts(cls, state: Any) -> bool:
+        """Whether a state may be of this kind."""
+        return cls.recognises(state)
 
     @abstractmethod
     def moment(self, place: int) -> Tensor:
@@ -146,7 +153,12 @@ class FlashoptimState(StateOf):
     def recognises(cls, state: Any) -> bool:
         keys = set(cls.unwrapped(state))
         marks = {"error_bits", *(f"{key}::quantized" for key in MOMENTS)}
-        return bool(keys & marks) and all(key in keys or f"{key}::quantized" in keys for key in MOMENTS)
+        return bool(keys & marks) and cls.accepts(state)
+
+    @classmethod
+    def accepts(cls, state: Any) -> bool:
+        keys = set(cls.unwrapped(state))
+        return all(key in keys or f"{key}::quantized" in keys for key in MOMENTS)
 
     def check(self, name: str, shape: _Shape, dtype: torch.dtype, bytewidth: Any) -> None:
         for key in MOMENTS:

@@ -17,6 +17,8 @@ from flashdist.convert.torch_files import Weights, find_weights, load_file, read
 from flashdist.state_loading import TORCH_HYPERPARAMETERS
 
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states", "opt")
+# Buffers of normalisation layers stand beside parameters of the same shape.
+_BUFFERS = ("running_mean", "running_var")
 _KINDS: dict[str, type[StateOf]] = {
     "torch-adamw": DenseState, "flashoptim": FlashoptimState, "bitsandbytes": BnbState, "flashdist": FlashState,
 }  # fmt: skip
@@ -132,7 +134,11 @@ def _names(
     elif all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         names = [name for group in groups for name in group["param_names"]]
     else:
-        candidates = [(name, shape) for name, (shape, dtype, _) in tensors.items() if dtype.is_floating_point]
+        candidates = [
+            (name, shape)
+            for name, (shape, dtype, _) in tensors.items()
+            if dtype.is_floating_point and not name.endswith(_BUFFERS)
+        ]
         shapes = [[decoders[k].shape if k in decoders else None for k in group["params"]] for group in groups]
         names = [name for group in order.match(candidates, shapes, what) for name in group]
     names = [aliases.get(name, name) for name in (_bare(name) for name in names)]

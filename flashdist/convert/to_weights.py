@@ -144,7 +144,9 @@ def _copy_config(folder: Path, settings: dict[str, Any], out: Path, entries: lis
     if len(dtypes) == 1:
         key = "torch_dtype" if "torch_dtype" in settings else "dtype"
         settings[key] = str(dtypes.pop()).removeprefix("torch.")
-    if not contents.aliases and any(item.name.endswith(_HEADS) for item in contents.items):
+    if contents.aliases:  # as it is by default, or is said already; some kinds of model have another default
+        settings.setdefault("tie_word_embeddings", True)
+    elif any(item.name.endswith(_HEADS) for item in contents.items):
         settings["tie_word_embeddings"] = False  # else the head would be read, and thrown away
     (out / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     for file in sorted(folder.iterdir()):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import pickle
 import re
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +17,6 @@ from flashdist.checkpoint.shard_file import DTYPES, read_box
 
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _INDEX = "model.safetensors.index.json"
-_MADV_DONTNEED = 4
 
 
 def load_file(path: Path, admitted: list[Any] | None = None) -> Any:
@@ -50,24 +46,6 @@ def load_file(path: Path, admitted: list[Any] | None = None) -> Any:
                 f"{path} cannot be read as a file of torch.save, it is damaged or of another format "
                 f"({text.splitlines()[0][:120] if text else type(error).__name__}): save it anew"
             ) from error
-
-
-def forget(tensor: Tensor) -> None:
-    """Give back the memory of a mapped tensor's pages: they are read from the file again when asked for."""
-    if not sys.platform.startswith("linux") or tensor.numel() == 0:
-        return
-    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-    _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is a file that torch.load has mapped."""
-    return tensor.untyped_storage().filename is not None
 
 
 Weights = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
@@ -131,11 +109,8 @@ def weights_of(state_dict: dict[str, Tensor]) -> tuple[Weights, dict[str, str]]:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """A mapped tensor read into memory; the mapping's pages are given back."""
-    values = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if tensor.is_contiguous() and is_mapped(tensor):
-        forget(tensor)
-    return values
+    """A mapped tensor read into memory."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _safetensors(path: Path) -> Weights:
