@@ -119,7 +119,8 @@ def convert(
     """From flashdist's checkpoints to others and back, one tensor at a time. Nothing in a file is ever executed."""
     options = Options(config, dtype, weights, names, master_weight_bits)
     console = Console(stderr=True)
-    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console, disable=quiet) as bar:
+    silent = quiet or not console.is_terminal
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console, disable=silent) as bar:
         task = bar.add_task("converting", total=None)
         try:
             found = convert_checkpoint(

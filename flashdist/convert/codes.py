@@ -17,7 +17,7 @@ from flashdist.sharding.placement import from_bytes
 
 _Shape = tuple[int, ...]
 # Elements that are decoded at a time, a multiple of every group's size.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 
 
 class StateOf(ABC):

@@ -14,7 +14,7 @@ from flashdist.checkpoint.folder import find
 from flashdist.checkpoint.jsonable import from_json
 from flashdist.checkpoint.reading import Reader, open_checkpoint, read_plain
 from flashdist.convert.contents import MOMENTS, AdamState, Contents, Item
-from flashdist.numerics.groups import group_layout
+from flashdist.numerics.groups import GroupLayout, group_layout
 from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, decode_moment
 from flashdist.numerics.weight_split import join
 from flashdist.state_loading import TORCH_HYPERPARAMETERS
@@ -77,7 +77,7 @@ def _master(reader: Reader, name: str, corrected: bool) -> Tensor:
     return in_parts(join, weight, _read(reader, state_name(name, ERROR)))
 
 
-def in_parts(function: Any, *tensors: Tensor, size: int = 1 << 20) -> Tensor:
+def in_parts(function: Any, *tensors: Tensor, size: int = 1 << 18) -> Tensor:
     """An elementwise function of tensors of one shape to fp32, some elements at a time: it has temporaries."""
     out = torch.empty(tensors[0].shape, dtype=torch.float32)
     flat = [t.reshape(-1).split(size) for t in tensors]
@@ -91,4 +91,18 @@ def _moment(reader: Reader, name: str, keys: set[str], place: int) -> Tensor:
     values = _read(reader, state_name(name, key))
     if key + SCALE_SUFFIX not in keys:
         return values.to(torch.float32)
-    return decode_moment(place, values, _read(reader, state_name(name, key + SCALE_SUFFIX)), group_layout(values.shape))
+    return decoded(place, values, _read(reader, state_name(name, key + SCALE_SUFFIX)), group_layout(values.shape))
+
+
+def decoded(place: int, codes: Tensor, scales: Tensor, layout: GroupLayout, size: int = 1 << 18) -> Tensor:
+    """As :func:`decode_moment`, some rows at a time."""
+    out = torch.empty(codes.shape, dtype=torch.float32)
+    rows = max(size // max(layout.row, 1), 1)
+    parts = (
+        out.view(-1, layout.row).split(rows),
+        codes.reshape(-1, layout.row).split(rows),
+        scales.reshape(-1, layout.groups_per_row).split(rows),
+    )
+    for target, some, their in zip(*parts, strict=True):
+        target.copy_(decode_moment(place, some, their, GroupLayout(tuple(some.shape), 1)))
+    return out

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashdist.convert import order
 from flashdist.convert.codes import BnbState, DenseState, FlashoptimState, FlashState, StateOf
 from flashdist.convert.contents import AdamState, Contents, Item
-from flashdist.convert.torch_files import Weights, find_weights, load_file, read_weights, weights_of
+from flashdist.convert.torch_files import Weights, find_weights, in_model_order, load_file, read_weights, weights_of
 from flashdist.state_loading import TORCH_HYPERPARAMETERS
 
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states", "opt")
@@ -51,7 +51,8 @@ def contents_of(loaded: Any, path: Path, kind: str, what: str, weights: Path | N
     if not decoders:
         raise ValueError(f"{what} has the state of no parameter: save it after the first step")
     groups = _groups(state_dict["param_groups"], what)
-    named = _names(groups, decoders, tensors, aliases, names, what)
+    by_order = weights is None or in_model_order(weights)
+    named = _names(groups, decoders, tensors, aliases, names, by_order, what)
     states = {name: decoders.get(key) for key, name in named.items()}
     bytewidths = {named[key]: group.get("master_bytewidth") for group in groups for key in group["params"]}
     items = []
@@ -121,6 +122,7 @@ def _names(
     tensors: Weights,
     aliases: dict[str, str],
     file: Path | None,
+    by_order: bool,
     what: str,
 ) -> dict[Any, str]:
     """The name of each key under ``params``."""
@@ -133,6 +135,11 @@ def _names(
         names = list(keys)
     elif all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         names = [name for group in groups for name in group["param_names"]]
+    elif not by_order:
+        raise ValueError(
+            f"the optimizer in {what} keeps no names, and safetensors do not keep the model's order: give the "
+            "parameters' names, one a line, in the optimizer's order by --names FILE, or the model's file of torch.save"
+        )
     else:
         candidates = [
             (name, shape)

@@ -28,7 +28,7 @@ from flashdist.version import __version__
 
 SHARD_NAME = "rank-00000.safetensors"
 # Elements that are split or encoded at a time: both have temporaries.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 
 
 def write_flashdist(contents: Contents, out: Path, bits: int, done: Callable[[int], None]) -> None:

@@ -36,10 +36,10 @@ def load_file(path: Path, admitted: list[Any] | None = None) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError, AttributeError) as error:
             text = str(error)
-            named = re.search(r"GLOBAL ([\w.]+)|Unsupported (?:global|class|operand)\S* ([\w.]+)", text)
+            named = re.search(r"GLOBAL ([\w.]+)", text)
             if named:
                 raise ValueError(
-                    f"{path} refers to {named.group(1) or named.group(2)}, which could run code when it is loaded; "
+                    f"{path} refers to {named.group(1)}, which could run code when it is loaded; "
                     "nothing was executed. Save it anew with tensors and plain values alone"
                 ) from error
             raise ValueError(
@@ -49,6 +49,11 @@ def load_file(path: Path, admitted: list[Any] | None = None) -> Any:
 
 
 Weights = dict[str, tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]]
+
+
+def in_model_order(path: Path) -> bool:
+    """Whether a weights file keeps the model's order: safetensors sort names, so that layer 10 comes before layer 2."""
+    return not path.is_dir() and path.suffix != ".safetensors"
 
 
 def read_weights(path: Path) -> tuple[Weights, dict[str, str]]:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from flashdist import FlashAdamW, FlashLion, checkpoint
+from flashdist import FlashAdamW, FlashLion, cast_model, checkpoint
 from flashdist.convert.from_flashdist import read_flashdist
 from flashdist.convert.run import convert
 from flashdist.convert.to_weights import write_hf
@@ -166,7 +166,8 @@ def test_transformers_loads_it_and_says_the_same(tmp_path, command, tied, dtype)
         num_key_value_heads=2, tie_word_embeddings=tied, max_position_embeddings=64, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model = transformers.LlamaForCausalLM(config)
+    cast_model(model)
     opt = FlashAdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(60, (2, 12))
     for _ in range(2):

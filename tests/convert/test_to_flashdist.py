@@ -37,8 +37,8 @@ def reference(tmp_path_factory):
 
 
 def follows(found, exact):
-    """Within the rounding of 8 bits."""
-    return (found - exact).abs().max() <= 0.005 * exact.abs().max()
+    """Within the rounding of 8 bits: half of the widest step between codes, 1/127, and that of a bf16 scale."""
+    return (found - exact).abs().max() <= 0.01 * exact.abs().max()
 
 
 @pytest.mark.parametrize("bits", [24, 32])
@@ -65,7 +65,7 @@ def test_from_torch_adamw(reference, tmp_path, command, bits):
 
 
 def test_there_and_back_again(tmp_path):
-    """Weights, corrections and codes come back as they were, scales within the rounding of one multiplication."""
+    """Weights and corrections come back as they were, moments within the rounding of one code of their group."""
     model, opt = make(steps=5)
     checkpoint.save(tmp_path / "c", model, opt)
     convert(tmp_path / "c", tmp_path / "a.pt", "torch-adamw")
@@ -75,11 +75,12 @@ def test_there_and_back_again(tmp_path):
         assert torch.equal(p, q)
         assert torch.equal(opt.master_weight(p), found_opt.master_weight(q))
         assert opt.state[p].keys() == found_opt.state[q].keys()
-        for key, value in opt.state[p].items():
-            if key == "exp_avg_sq_scale":
-                torch.testing.assert_close(found_opt.state[q][key], value, rtol=3e-7, atol=0)
-            else:
-                assert torch.equal(found_opt.state[q][key], value), key
+        for key in ("step", "error"):
+            assert torch.equal(found_opt.state[q][key], opt.state[p][key])
+    before, after = checkpoint.torch_state_dict(opt)["state"], checkpoint.torch_state_dict(found_opt)["state"]
+    for i, state in before.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert follows(after[i][key], state[key])
     description = checkpoint.verify(tmp_path / "back")
     assert description.bytes_by_kind == {
         k: v for k, v in checkpoint.verify(tmp_path / "c").bytes_by_kind.items() if k != "rng"
@@ -90,9 +91,14 @@ def test_weights_of_their_own_file(reference, tmp_path):
     _, model, opt = reference
     torch.save(opt.state_dict(), tmp_path / "optimizer.pt")
     save_file({n: p.detach() for n, p in model.named_parameters()}, tmp_path / "w.safetensors")
-    with pytest.raises(ValueError, match="holds no weights.*--weights"):
+    (tmp_path / "names.txt").write_text("\n".join(n for n, _ in model.named_parameters()))
+    with pytest.raises(ValueError, match=r"holds no weights.*--weights"):
         convert(tmp_path / "optimizer.pt", tmp_path / "c", "flashdist")
-    convert(tmp_path / "optimizer.pt", tmp_path / "c", "flashdist", options=Options(weights=tmp_path / "w.safetensors"))
+    options = Options(weights=tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match=r"safetensors do not keep the model's order.*--names"):
+        convert(tmp_path / "optimizer.pt", tmp_path / "c", "flashdist", options=options)
+    options = Options(weights=tmp_path / "w.safetensors", names=tmp_path / "names.txt")
+    convert(tmp_path / "optimizer.pt", tmp_path / "c", "flashdist", options=options)
     assert len(checkpoint.verify(tmp_path / "c").tensors) == 3 + 2 * 6 + 4
 
 
@@ -109,8 +115,8 @@ def grouped(names_given, groups):
     model = Stack()
     named = dict(model.named_parameters())
     chosen = [
-        {"params": [(n, named[n]) if names_given else named[n] for n in g], "weight_decay": i}
-        for i, g in enumerate(groups)
+        {"params": [(n, named[n]) if names_given else named[n] for n in group], "weight_decay": i}
+        for i, group in enumerate(groups)
     ]
     opt = torch.optim.AdamW(chosen, lr=1e-2)
     train(model, opt, 1, seed=3)
@@ -131,7 +137,7 @@ def test_states_find_their_parameters_or_are_refused(tmp_path, groups, by):
         (tmp_path / "names.txt").write_text("\n".join(groups[0] + groups[1]) + "\n")
         options = Options(names=tmp_path / "names.txt")
     if by == "order" and groups[0] != DECAY:
-        with pytest.raises(ValueError, match="more than one way.*--names"):
+        with pytest.raises(ValueError, match=r"more than one way.*--names"):
             convert(tmp_path / "a.pt", tmp_path / "c", "flashdist", options=options)
         return
     convert(tmp_path / "a.pt", tmp_path / "c", "flashdist", options=options)
@@ -143,12 +149,11 @@ def test_states_find_their_parameters_or_are_refused(tmp_path, groups, by):
     found = FlashAdamW([{"params": [named[n] for n in g]} for g in groups])
     checkpoint.load(tmp_path / "c", other, found)
     exact = {n: opt.state[p]["exp_avg"] for n, p in model.named_parameters() if p in opt.state}
-    for name, p in other.named_parameters():
-        assert torch.equal(p, dict(model.named_parameters())[name].to(p.dtype))
-        if name in exact:
-            assert follows(
-                checkpoint.torch_state_dict(found)["state"][(groups[0] + groups[1]).index(name)]["exp_avg"], exact[name]
-            )
+    states, order = checkpoint.torch_state_dict(found)["state"], groups[0] + groups[1]
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(named[name].float(), p.detach(), rtol=2.0**-8, atol=0)
+        if name in order:
+            assert follows(states[order.index(name)]["exp_avg"], exact[name])
 
 
 def flashoptim_file(path, compressed, bits):
@@ -195,8 +200,8 @@ def test_from_flashoptim(tmp_path, compressed, bits):
         assert found["optimizer"]["state"][i]["step"] == 7
     convert(tmp_path / "f.pt", tmp_path / "c", "flashdist", options=Options(master_weight_bits=bits))
     ours, opt = loaded(tmp_path / "c", lambda: nn.Linear(45, 33), master_weight_bits=bits)
-    assert torch.equal(ours.weight, model.weight) or bits == 32
-    assert (opt.master_weight(ours.weight) - values[0][0]).abs().max() <= 2.0**-17 * values[0][0].abs().max()
+    torch.testing.assert_close(ours.weight, model.weight, rtol=2.0**-7, atol=0)
+    assert (opt.master_weight(ours.weight) - values[0][0]).abs().max() <= 2.0**-16 * values[0][0].abs().max()
     assert follows(checkpoint.torch_state_dict(opt)["state"][0]["exp_avg"], values[0][1])
     assert (opt.param_groups[0]["lr"], opt.param_groups[0]["initial_lr"]) == (2e-3, 4e-3)
 

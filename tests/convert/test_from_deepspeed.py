@@ -1,0 +1,85 @@
+"""DeepSpeed's folders under FlashAdamW, converted without an engine."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flashdist import FlashAdamW, checkpoint
+from flashdist.convert.run import Options, convert
+from tests.support.deepspeed_runs import Net, config, deepspeed_on_this_group, make, snapshot, train, weights
+from tests.support.ranks import run_ranks
+
+
+def save_run(rank: int, world: int, stage: int, path: str) -> Any:
+    with deepspeed_on_this_group() as deepspeed:
+        engine = make(deepspeed, config(stage, params={"lr": 3e-3, "weight_decay": 0.1}), seed=5)
+        train(engine, 3)
+        engine.save_checkpoint(path, tag="t")
+        if stage:
+            return snapshot(engine), weights(deepspeed, engine)
+        opt = engine.basic_optimizer
+        states = checkpoint.torch_state_dict(opt)["state"]
+        named = list(engine.module.named_parameters())
+        found = {
+            n: {"fp32": opt.master_weight(p), **{k: states[i][k] for k in ("exp_avg", "exp_avg_sq")}}
+            for i, (n, p) in enumerate(named)
+        }
+        return found, {n: p.detach().clone() for n, p in named}
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (2, 2), (3, 3)])
+def test_every_stage(tmp_path, stage, world):
+    path = tmp_path / "zero"
+    expected, whole = run_ranks(save_run, world, stage, str(path))[0]
+    if not (path / "latest").exists():
+        (path / "latest").write_text("t")
+    convert(path, tmp_path / "a.pt", "torch-adamw")
+    convert(path, tmp_path / "hf", "hf")
+    convert(path / "t", tmp_path / "c", "flashdist", "deepspeed")
+    found, exported = torch.load(tmp_path / "a.pt", weights_only=True), load_file(tmp_path / "hf" / "model.safetensors")
+    names = found["optimizer"]["param_groups"][0]["param_names"]
+    assert sorted(names) == sorted(expected)
+    assert found["optimizer"]["param_groups"][0]["lr"] == 3e-3
+    for i, name in enumerate(names):
+        state = found["optimizer"]["state"][i]
+        assert torch.equal(exported[name], whole[name])
+        assert torch.equal(found["model"][name], expected[name]["fp32"])
+        assert state["step"] == 3
+        for key in ("exp_avg", "exp_avg_sq"):
+            # Groups that a partition's border has cut are encoded anew.
+            assert (state[key] - expected[name][key]).abs().max() <= 0.01 * expected[name][key].abs().max()
+    model = Net().bfloat16()
+    opt = FlashAdamW(model.parameters())
+    checkpoint.load(tmp_path / "c", model, opt)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, whole[name])
+        assert torch.equal(opt.master_weight(p), expected[name]["fp32"])
+    if stage:
+        check_refusals(path, tmp_path)
+
+
+def check_refusals(path, tmp_path):
+    with pytest.raises(ValueError, match="--names is not needed"):
+        convert(path, tmp_path / "x", "flashdist", options=Options(names=path / "latest"))
+    files = sorted((path / "t").glob("*optim_states.pt"))
+    hidden = tmp_path / "hidden.pt"
+    for file, text in (
+        (files[-1], "missing: copy all"),
+        (files[0], "there is no file"),
+        (None, "lacks its model_states"),
+    ):
+        if file is None:
+            for model in (path / "t").glob("*model_states.pt"):
+                model.unlink()
+        else:
+            shutil.move(file, hidden)
+        with pytest.raises(ValueError, match=text):
+            convert(path, tmp_path / "x", "flashdist")
+        if file is not None:
+            shutil.move(hidden, file)
+    assert not (tmp_path / "x").exists()
