@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashdist.state_loading import TORCH_HYPERPARAMETERS
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# What a param group says about training: torch's settings, and those of flashdist's decoupled weight decay.
+SETTINGS = (*TORCH_HYPERPARAMETERS, "decouple_lr", "base_lr")
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Contents:
         items: parameters and buffers, tied ones once, in the model's order.
         aliases: further names of tied tensors, to their first.
         optimizer: its kind, as ``AdamW``; None where there are weights alone.
-        groups: param groups: hyperparameters of torch.optim.AdamW, and names under ``params`` in the optimizer's order.
+        groups: param groups: those of :data:`SETTINGS` that there are, and names under ``params`` in the optimizer's
+            order.
         notes: what is said at the end.
     """
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashdist.convert.contents import MOMENTS, AdamState, Contents, Item
+from flashdist.convert.contents import MOMENTS, SETTINGS, AdamState, Contents, Item
 from flashdist.convert.from_torch import contents_of
 from flashdist.convert.torch_files import copy_of, load_file
 from flashdist.integrations import deepspeed_checkpoint as saved_objects
@@ -26,7 +26,6 @@ from flashdist.integrations.deepspeed_layout import cut
 from flashdist.integrations.deepspeed_packed import Packed, pack
 from flashdist.integrations.deepspeed_reshard import Piece, fill_segment
 from flashdist.numerics.rules import ADAMW
-from flashdist.state_loading import TORCH_HYPERPARAMETERS
 
 _OPTIMIZER = "optimizer_state_dict"
 _FILES = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
@@ -105,7 +104,7 @@ def read_deepspeed(path: Path, names: Path | None) -> Contents:
     items += _rest(model, parts.shapes, aliases, what)
     settings = [
         {
-            **{k: v for k, v in group.items() if k in TORCH_HYPERPARAMETERS},
+            **{k: v for k, v in group.items() if k in SETTINGS},
             "params": [name for name in parts.shapes if parts.group_of[name] == i],
         }
         for i, group in enumerate(parts.groups)

@@ -13,11 +13,10 @@ from flashdist.checkpoint.contents import MODEL, OPTIM, state_name
 from flashdist.checkpoint.folder import find
 from flashdist.checkpoint.jsonable import from_json
 from flashdist.checkpoint.reading import Reader, open_checkpoint, read_plain
-from flashdist.convert.contents import MOMENTS, AdamState, Contents, Item
+from flashdist.convert.contents import MOMENTS, SETTINGS, AdamState, Contents, Item
 from flashdist.numerics.groups import GroupLayout, group_layout
 from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, decode_moment
 from flashdist.numerics.weight_split import join
-from flashdist.state_loading import TORCH_HYPERPARAMETERS
 
 
 def read_flashdist(path: Path) -> Contents:
@@ -37,7 +36,7 @@ def read_flashdist(path: Path) -> Contents:
     groups: list[dict[str, Any]] = []
     stepped: set[str] = set()
     for group in described.get("param_groups", []):
-        settings = from_json({k: v for k, v in group.items() if k in TORCH_HYPERPARAMETERS}, {})
+        settings = from_json({k: v for k, v in group.items() if k in SETTINGS}, {})
         names = [reader.manifest.aliases.get(name, name) for name in group["params"]]
         stepped.update(names)
         groups.append({**settings, "params": names})
@@ -45,6 +44,8 @@ def read_flashdist(path: Path) -> Contents:
         _item(reader, name.removeprefix(MODEL), states, stepped) for name in reader.tensors if name.startswith(MODEL)
     ]
     kind = described.get("class")
+    if any(group.get("amsgrad") for group in described.get("param_groups", [])):
+        kind = f"{kind} with amsgrad=True"
     return Contents(
         f"the flashdist checkpoint at {folder}",
         items,

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from flashdist.convert import order
 from flashdist.convert.codes import BnbState, DenseState, FlashoptimState, FlashState, StateOf
-from flashdist.convert.contents import AdamState, Contents, Item
+from flashdist.convert.contents import SETTINGS, AdamState, Contents, Item
 from flashdist.convert.torch_files import Weights, find_weights, in_model_order, load_file, read_weights, weights_of
-from flashdist.state_loading import TORCH_HYPERPARAMETERS
 
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states", "opt")
 # Buffers of normalisation layers stand beside parameters of the same shape.
@@ -60,7 +59,7 @@ def contents_of(loaded: Any, path: Path, kind: str, what: str, weights: Path | N
         items.append(_item(name, shape, dtype, get, name in states, states.get(name), bytewidths.get(name)))
     settings = [
         {
-            **{k: v for k, v in group.items() if k in TORCH_HYPERPARAMETERS},
+            **{k: v for k, v in group.items() if k in SETTINGS},
             "params": [named[key] for key in group["params"]],
         }
         for group in groups

@@ -99,12 +99,17 @@ def _describe(contents: Contents, bits: int) -> dict[str, Any]:
     groups = []
     for i, group in enumerate(contents.groups):
         settings = {key: value for key, value in group.items() if key != "params"}
-        initial = settings.pop("initial_lr", None)
+        initial, base = settings.pop("initial_lr", None), settings.pop("base_lr", None)
+        lr = settings.get("lr")
         try:
+            if base is not None:  # what the optimizer was built with; lr may have fallen to 0 since
+                settings["lr"] = base
             made = FlashAdamW([nn.Parameter(torch.zeros(1))], master_weight_bits=bits, **settings).param_groups[0]
         except (TypeError, ValueError) as error:
             raise ValueError(f"param group {i} of {contents.what} is not FlashAdamW's: {error}") from error
         whole = {key: value for key, value in made.items() if key not in ("params", "param_names")}
+        if base is not None:
+            whole["lr"] = lr
         if initial is not None:
             whole["initial_lr"] = initial
         groups.append({**to_json(whole, f"param_groups.{i}", {}), "params": list(group["params"])})

@@ -54,8 +54,14 @@ def write_torch_adamw(contents: Contents, out: Path, done: Callable[[int], None]
 
 def _torch_group(group: dict[str, Any]) -> dict[str, Any]:
     """The settings of a group with all that this torch's AdamW keeps in one."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    base_lr = settings.pop("base_lr", None)
+    if settings.pop("decouple_lr", False):  # torch multiplies the decay by lr, flashdist then by lr / base_lr
+        if not base_lr:
+            raise ValueError("a param group has decouple_lr=True without its base_lr: the checkpoint is damaged")
+        settings["weight_decay"] /= base_lr
     defaults = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).state_dict()["param_groups"][0]
-    return {**defaults, **{key: value for key, value in group.items() if key != "params"}}
+    return {**defaults, **settings}
 
 
 def _state(item: Item) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from tests.support.ranks import run_ranks
 
 def save_run(rank: int, world: int, stage: int, path: str) -> Any:
     with deepspeed_on_this_group() as deepspeed:
-        engine = make(deepspeed, config(stage, params={"lr": 3e-3, "weight_decay": 0.1}), seed=5)
+        engine = make(deepspeed, config(stage, params={"lr": 6e-3, "weight_decay": 0.1, "decouple_lr": True}), seed=5)
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = 3e-3  # as a scheduler does
         train(engine, 3)
         engine.save_checkpoint(path, tag="t")
         if stage:
@@ -44,7 +46,8 @@ def test_every_stage(tmp_path, stage, world):
     found, exported = torch.load(tmp_path / "a.pt", weights_only=True), load_file(tmp_path / "hf" / "model.safetensors")
     names = found["optimizer"]["param_groups"][0]["param_names"]
     assert sorted(names) == sorted(expected)
-    assert found["optimizer"]["param_groups"][0]["lr"] == 3e-3
+    group = found["optimizer"]["param_groups"][0]
+    assert (group["lr"], group["weight_decay"]) == (3e-3, 0.1 / 6e-3)  # torch's decay is relative to 1, not to base_lr
     for i, name in enumerate(names):
         state = found["optimizer"]["state"][i]
         assert torch.equal(exported[name], whole[name])
@@ -56,6 +59,8 @@ def test_every_stage(tmp_path, stage, world):
     model = Net().bfloat16()
     opt = FlashAdamW(model.parameters())
     checkpoint.load(tmp_path / "c", model, opt)
+    group = opt.param_groups[0]
+    assert (group["lr"], group["base_lr"], group["weight_decay"], group["decouple_lr"]) == (3e-3, 6e-3, 0.1, True)
     for name, p in model.named_parameters():
         assert torch.equal(p, whole[name])
         assert torch.equal(opt.master_weight(p), expected[name]["fp32"])

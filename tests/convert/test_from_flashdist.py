@@ -146,6 +146,13 @@ def test_pieces_of_any_strategy_are_joined(tmp_path, strategy, size):
     assert compared > 5
 
 
+def test_amsgrad_is_not_dropped_silently(tmp_path):
+    model, opt = make(opt_class=torch.optim.AdamW, amsgrad=True)
+    checkpoint.save(tmp_path / "c", model, opt)
+    with pytest.raises(ValueError, match="is of AdamW with amsgrad=True"):
+        convert(tmp_path / "c", tmp_path / "a.pt", "torch-adamw")
+
+
 def test_other_optimizers_give_their_weights_alone(tmp_path, command):
     model, opt = make(opt_class=FlashLion)
     checkpoint.save(tmp_path / "c", model, opt)
