@@ -38,9 +38,16 @@ class Stage0Optimizer(DeepSpeedOptimizer):  # type: ignore[misc]
         return self.optimizer.param_groups
 
     @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The parameters by group, which DeepSpeed 0.18 reads when it saves."""
-        return [group["params"] for group in self.param_groups]
+    def fp16_groups(self) -> Any:
+        """What DeepSpeed 0.18 asks for when it saves, and then leaves the optimizer's states out.
+
+        Raises:
+            RuntimeError: always; a checkpoint without states would be resumed from without a word.
+        """
+        raise RuntimeError(
+            "this DeepSpeed leaves optimizer states out of checkpoints at ZeRO stage 0 with bf16: save by "
+            "flashdist.checkpoint.save(path, engine.module, engine.basic_optimizer), use stage 1, or a newer DeepSpeed"
+        )
 
     @property
     def state(self) -> Any:
