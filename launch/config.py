@@ -49,6 +49,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # PyYAML 6.0.4 gets merges of merges wrong, silently
+                raise yaml.constructor.ConstructorError(
+                    None, None, "merge keys (<<) are not taken: write the keys out", key_node.start_mark
+                )
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(

@@ -79,11 +79,13 @@ def in_folder(folder: Path, pattern: str = "*") -> list[Document]:
         raise UserError(f"data.folder {folder} is no folder: give one with text files, or null for the bundled text")
     documents = []
     try:
-        for parent, folders, files in os.walk(folder, onerror=_raise):
+        for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
             folders[:] = [name for name in folders if not name.startswith(".")]
+            _refuse_loops(folder, Path(parent), folders)
             for name in files:
                 path = Path(parent, name)
                 if not name.startswith(".") and path.match(pattern) and path.is_file() and path.stat().st_size:
+                    _refuse_odd_name(path)
                     documents.append(_of_file(path.relative_to(folder).as_posix(), path))
     except OSError as error:
         raise UserError(f"data.folder: {error.filename} cannot be read: {error.strerror}") from error
@@ -117,6 +119,21 @@ def _read(path: Path) -> bytes:
             "'*.txt'), or convert it"
         )
     return text
+
+
+def _refuse_odd_name(path: Path) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in str(path)):  # how Python holds bytes that are no UTF-8
+        raise UserError(f"data.folder: the name {os.fsencode(path)!r} is no UTF-8: rename it")
+
+
+def _refuse_loops(top: Path, parent: Path, folders: list[str]) -> None:
+    """Links to folders are followed, save one to a folder that it is in: that would have no end."""
+    above = [parent, *parent.parents]
+    above = above[: above.index(top) + 1]
+    for name in folders:
+        link = parent / name
+        if link.is_symlink() and any(link.samefile(one) for one in above):
+            raise UserError(f"data.folder: {link} is a link to a folder that it is in: remove it")
 
 
 def _raise(error: OSError) -> None:

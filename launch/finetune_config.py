@@ -105,6 +105,8 @@ class ParallelSection:
     timeout_minutes: float = 30.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.timeout_minutes <= 1e6:  # NaN too
+            raise ValueError(f"timeout_minutes must be above 0 and at most 1000000, got {self.timeout_minutes}")
         if self.deepspeed_config is not None and self.strategy != "deepspeed":
             raise ValueError("deepspeed_config is given, but strategy is single: take strategy deepspeed")
 

@@ -101,6 +101,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:  # half a line, left by a process that was killed
                 continue
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                continue
             if "started" in record:
                 records = [r for r in records if r["step"] <= record["step"]]
             records.append(record)

@@ -141,6 +141,8 @@ class ParallelSection:
 
     def __post_init__(self) -> None:
         _at_least(0, shard_ranks=self.shard_ranks, threads=self.threads)
+        if not 0 < self.timeout_minutes <= 1e6:  # NaN too
+            raise ValueError(f"timeout_minutes must be above 0 and at most 1000000, got {self.timeout_minutes}")
         if self.strategy == "hsdp" and self.shard_ranks < 1:
             raise ValueError("strategy hsdp needs shard_ranks: how many ranks share one copy of the model")
         if self.deepspeed_config is not None and self.strategy != "deepspeed":

@@ -131,6 +131,9 @@ class RunFolder:
 
     def remove_old(self, keep_last: int) -> None:
         """For rank 0, after a save: removes all but the latest checkpoints."""
+        for left in self.path.glob("removing-*"):  # by a process that was killed while it removed
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
         for step in self.steps()[:-keep_last]:
             # Renamed first, so that what is half removed is not taken for a checkpoint.
             doomed = self.path / f"removing-{step:08d}"

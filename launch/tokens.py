@@ -134,13 +134,20 @@ def prepare(
 
 def open_tokens(folder: Path) -> TokenFiles:
     """Maps what `prepare` left in a folder."""
-    meta = Meta(**json.loads((folder / "meta.json").read_text()))
+    again = f"is damaged: remove the folder {folder}, and it is made again"
+    try:
+        meta = Meta(**json.loads((folder / "meta.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{folder / 'meta.json'} {again}") from error
+    counts = (meta.vocab_size, meta.train_tokens, meta.validation_tokens)
+    if not all(isinstance(count, int) and count >= 0 for count in counts) or not isinstance(meta.digest, str):
+        raise UserError(f"{folder / 'meta.json'} {again}")
     dtype = _dtype(meta.vocab_size)
     parts = []
     for name, count in (("train", meta.train_tokens), ("validation", meta.validation_tokens)):
         path = folder / f"{name}.bin"
-        if path.stat().st_size != count * dtype.itemsize:
-            raise UserError(f"{path} is damaged: remove the folder {folder}, and it is made again")
+        if not path.is_file() or path.stat().st_size != count * dtype.itemsize:
+            raise UserError(f"{path} {again}")
         parts.append(np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype))
     return TokenFiles(folder, meta, parts[0], parts[1])
 

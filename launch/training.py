@@ -62,6 +62,11 @@ class Training:
         except (ValueError, OSError, checkpoint.CheckpointError) as error:
             raise UserError(f"cannot resume from {path}: {' '.join(str(error).split())}") from error
         expected = self._position()
+        if not isinstance(extra, dict) or not expected.keys() <= extra.keys():
+            raise UserError(
+                f"cannot resume from {path}: it was not saved by this launcher (its `extra` does not say how far the "
+                "data was read); load it with flashdist.checkpoint.load, or give the checkpoint of a run"
+            )
         for key, remedy in (
             ("text", "data.folder, data.tokenizer and data.validation_share must give the same tokens"),
             ("seed", "set train.seed to the first value"),
