@@ -111,6 +111,8 @@ class TrainSection:
     def __post_init__(self) -> None:
         _at_least(1, steps=self.steps, batch=self.batch, micro_batch=self.micro_batch)
         _at_least(0, warmup=self.warmup, seed=self.seed)
+        if self.batch > 2**24:  # its sample ids are listed for each step
+            raise ValueError(f"batch must be at most {2**24} sequences, got {self.batch}")
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2^63, got {self.seed}")
         if not 0 <= self.final_lr <= 1:

@@ -25,7 +25,7 @@ import numpy as np
 from config import UserError
 from data import Document, held_out
 
-FORMAT = 1
+FORMAT = 2  # 1: ids above the number of tokens were cut off
 END = "<|endoftext|>"
 # Text that a new BPE is trained on at most, and text that is encoded at a time.
 TRAINING_BYTES = 64 << 20
@@ -78,7 +78,8 @@ class LibraryEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.vocab_size = int(tokenizer.get_vocab_size())
+        # Ids may have gaps: what counts is the largest, for the model and for the dtype on disk.
+        self.vocab_size = max(int(tokenizer.get_vocab_size()), 1 + max(tokenizer.get_vocab().values(), default=-1))
         ends = [tokenizer.token_to_id(mark) for mark in (END, "<|end_of_text|>", "</s>")]
         known = [end for end in ends if end is not None]
         if not known:

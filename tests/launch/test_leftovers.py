@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 from config import UserError, load, read_yaml
 from data import Document, in_folder
 from metrics import read_metrics
@@ -81,3 +82,19 @@ def test_a_checkpoint_that_says_no_position_is_refused(tmp_path, extra):
     training._position = lambda: {"step": 0, "samples": 0, "text": "", "seed": 0, "context": 0}
     with pytest.raises(UserError, match="was not saved by this launcher"):
         Training._load(training, tmp_path)
+
+
+def test_ids_above_the_number_of_tokens_are_kept(tmp_path):
+    words = tokenizers.models.WordLevel({"a": 0, "b": 70000, "<|endoftext|>": 2}, unk_token="a")
+    made = tokenizers.Tokenizer(words)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "t.json"))
+    text = [Document(str(i), "1", partial(bytes, b"a b a")) for i in range(20)]
+    files = prepare(text, tokenizer=str(tmp_path / "t.json"), vocab_size=0, validation_share=5, cache=tmp_path / "c")
+    assert files.meta.vocab_size == 70001
+    assert list(files.train[:4]) == [0, 70000, 0, 2]
+
+
+def test_a_batch_that_no_list_could_hold_is_refused():
+    with pytest.raises(UserError, match="train: batch must be at most"):
+        load(PretrainConfig, None, ["train.batch=1e12"])
