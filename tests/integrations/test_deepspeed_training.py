@@ -13,12 +13,12 @@ import flashdist
 from tests.support.deepspeed_runs import (
     Net,
     bucket_bytes,
-    bytes_since,
     config,
     deepspeed_on_this_group,
     even_net,
     live_storages,
     make,
+    settled_bytes_since,
     train,
     train_without_deepspeed,
     weights,
@@ -158,9 +158,9 @@ def bytes_held(rank: int, world: int, stage: int, optimizer: str) -> dict[str, f
             loss = engine(x).float().square().mean()
             engine.backward(loss)
             del x, loss
-            found["before"] = (bytes_since(before) - bucket_bytes(engine.optimizer)) / n
+            found["before"] = (settled_bytes_since(before) - bucket_bytes(engine.optimizer)) / n
             engine.step()
-            found["after"] = (bytes_since(before) - bucket_bytes(engine.optimizer)) / n
+            found["after"] = (settled_bytes_since(before) - bucket_bytes(engine.optimizer)) / n
         del engine
         gc.collect()
         return found

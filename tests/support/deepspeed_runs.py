@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -167,6 +168,16 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 def bytes_since(before: dict[int, torch.UntypedStorage]) -> int:
     """Bytes of what is alive now and was not when ``before`` was taken (and is kept since)."""
     return sum(storage.nbytes() for key, storage in live_storages().items() if key not in before)
+
+
+def settled_bytes_since(before: dict[int, torch.UntypedStorage]) -> int:
+    """The least of a few readings: a collective call's thread may hold its tensor for a moment longer. What leaks
+    stays."""
+    least = bytes_since(before)
+    for _ in range(3):
+        time.sleep(0.1)
+        least = min(least, bytes_since(before))
+    return least
 
 
 def bucket_bytes(zero: Any) -> int:
