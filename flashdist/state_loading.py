@@ -4,6 +4,7 @@ changed."""
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ from flashdist.sharding.placement import from_bytes
 if TYPE_CHECKING:
     from flashdist.optimizer import FlashOptimizer
 
+logger = logging.getLogger(__name__)
+
 # Kept in every param group: the one place that DCP, FSDP and torch.save all carry along.
 VERSION_KEY = "flashdist_format"
 FORMAT_VERSION = 1
@@ -25,6 +28,10 @@ FORMAT_VERSION = 1
 TORCH_HYPERPARAMETERS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "initial_lr",
 )  # fmt: skip
+# Those that not every optimizer of ours has: they tell a param group's optimizer, whose name a state dict lacks.
+_TELLING = ("betas", "eps", "momentum", "dampening", "nesterov", "decouple_lr")
+# What an optimizer does with its weight decay, by whether it is decoupled.
+_APPLIES = ("adds to the gradient (L2)", "applies to the weight (decoupled)")
 _OTHER_GROUPS = "build the optimizer with the parameters and param groups of the one that was saved"
 
 States = dict[Tensor, "dict[str, Tensor] | None"]
@@ -57,7 +64,8 @@ def check_and_convert(opt: FlashOptimizer, state_dict: dict[str, Any]) -> tuple[
                 f"here: {_OTHER_GROUPS}"
             )
         version = saved.get(VERSION_KEY)
-        new = _own_group(saved, version) if version is not None else _torch_group(group, saved)
+        what = f"param group {g} of the state dict"
+        new = own_settings(opt, saved, what) if version is not None else torch_settings(opt, group, saved, what)
         merged = {**group, **new}
         opt._check_group(merged)
         if merged["quantize"] and not group["quantize"]:
@@ -75,21 +83,64 @@ def check_and_convert(opt: FlashOptimizer, state_dict: dict[str, Any]) -> tuple[
     return groups, states
 
 
-def _own_group(saved: dict[str, Any], version: Any) -> dict[str, Any]:
+def own_settings(opt: FlashOptimizer, saved: dict[str, Any], what: str) -> dict[str, Any]:
+    """The hyperparameters that this optimizer takes from a param group of one of ours.
+
+    Args:
+        opt: the optimizer that loads.
+        saved: the param group.
+        what: how error messages call it.
+
+    Raises:
+        ValueError: another format version, another kind of optimizer, or a weight decay that means another thing.
+    """
+    version = saved.get(VERSION_KEY)
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"the state dict has format version {version}, this release of flashdist reads {FORMAT_VERSION}: "
+            f"{what} has format version {version}, this release of flashdist reads {FORMAT_VERSION}: "
             "load it with the release that wrote it, or a newer one"
         )
-    return {k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "param_names")}
+    theirs, ours = ({k for k in _TELLING if k in settings} for settings in (saved, opt.defaults))
+    if (theirs ^ ours) - {"decouple_lr"}:
+        raise ValueError(
+            f"{what} must have the keys {sorted(ours)} for {type(opt).__name__}, it has {sorted(theirs)}: it was saved "
+            "by another kind of optimizer. Load it into one like that which saved it, or load the weights alone"
+        )
+    if theirs != ours:
+        _other_decay(opt, "decouple_lr" in saved, saved, what)
+    return {
+        k: copy.deepcopy(v)
+        for k, v in saved.items()
+        if k not in ("params", "param_names") and (k in ours or k not in _TELLING)
+    }
 
 
-def _torch_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+def _other_decay(opt: FlashOptimizer, decoupled: bool, saved: dict[str, Any], what: str) -> None:
+    """Weight decay that the two apply differently: fine where there is none, which is said."""
+    means = f"its optimizer {_APPLIES[decoupled]} and {type(opt).__name__} {_APPLIES[not decoupled]}"
+    if saved.get("weight_decay") != 0:
+        raise ValueError(
+            f"{what} has weight_decay={saved.get('weight_decay')}, which {means}: the number would mean another thing. "
+            "Load it into an optimizer of the class that saved it. To change over, set weight_decay to 0 in the "
+            "param groups of that one's state_dict(), load this here, then set the weight_decay that you want"
+        )
+    logger.warning("%s has weight_decay=0, which was taken; another one %s", what, means)
+
+
+def torch_settings(opt: FlashOptimizer, group: dict[str, Any], saved: dict[str, Any], what: str) -> dict[str, Any]:
+    """The hyperparameters that a param group takes from one of torch.optim, as in :func:`own_settings`."""
     if saved.get("amsgrad"):
         raise ValueError(
-            "the state dict is of an optimizer with amsgrad=True, which flashdist does not have: go on from the "
+            f"{what} is of an optimizer with amsgrad=True, which flashdist does not have: go on from the "
             "weights alone, or with torch.optim"
         )
+    # torch before 2.7 does not say it of Adam and AdamW, whose groups are alike otherwise; of SGD there is one kind.
+    decoupled = saved.get("decoupled_weight_decay", False if "momentum" in saved else None)
+    if decoupled is not None and decoupled != ("decouple_lr" in opt.defaults) and saved.get("weight_decay", 0) != 0:
+        logger.warning(
+            "%s has weight_decay=%s, which torch's optimizer %s and %s %s: set the weight_decay that you want",
+            what, saved["weight_decay"], _APPLIES[decoupled], type(opt).__name__, _APPLIES[not decoupled],
+        )  # fmt: skip
     known = {k: copy.deepcopy(saved[k]) for k in TORCH_HYPERPARAMETERS if k in saved}
     return {k: v for k, v in known.items() if k in group or k == "initial_lr"}
 

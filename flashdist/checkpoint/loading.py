@@ -19,7 +19,7 @@ from flashdist.checkpoint.reading import Reader, Source, read_plain
 from flashdist.numerics.groups import group_layout
 from flashdist.optimizer import FlashOptimizer
 from flashdist.param_state import expected_entries
-from flashdist.state_loading import FORMAT_VERSION, TORCH_HYPERPARAMETERS, VERSION_KEY
+from flashdist.state_loading import own_settings, torch_settings
 
 logger = logging.getLogger(__name__)
 # These stay as the optimizer was built: what is stored otherwise is converted.
@@ -137,20 +137,13 @@ def _match_groups(saved: dict[str, Any], opt: torch.optim.Optimizer, names: Mode
                 f"only there: {_some(unexpected) or 'none'}"
             )
         settings = from_json({k: v for k, v in stored.items() if k != "params"}, {})
-        if saved["flashdist"]:
-            if settings.get(VERSION_KEY) != FORMAT_VERSION:
-                raise ValueError(
-                    f"the checkpoint's optimizer state has format version {settings.get(VERSION_KEY)}, this release of "
-                    f"flashdist reads {FORMAT_VERSION}"
-                )
-            settings = {k: v for k, v in settings.items() if k not in _OWN_SETTINGS}
-        elif ours:
-            if settings.get("amsgrad"):
-                raise ValueError("the checkpoint is of an optimizer with amsgrad=True, which flashdist does not have")
-            settings = {
-                k: v for k, v in settings.items() if k in TORCH_HYPERPARAMETERS and (k in group or k == "initial_lr")
-            }
+        what = f"param group {i} of the checkpoint (of {saved.get('class', 'an unnamed class')})"
         if isinstance(opt, FlashOptimizer):
+            if saved["flashdist"]:
+                settings = own_settings(opt, settings, what)
+                settings = {k: v for k, v in settings.items() if k not in _OWN_SETTINGS}
+            else:
+                settings = torch_settings(opt, group, settings, what)
             opt._check_group({**group, **settings})
         plan.groups.append(settings)
 
@@ -163,7 +156,8 @@ def _match_states(
         if full_name.startswith(OPTIM):
             name, key = full_name.removeprefix(OPTIM).rsplit(".", 1)
             stored.setdefault(names.aliases.get(name, name), {})[key] = tensor
-    for group in opt.param_groups:
+    for own, settings in zip(opt.param_groups, plan.groups, strict=True):
+        group = {**own, **settings}  # as it is going to be: whether SGD keeps a momentum is such a setting
         for p in group["params"]:
             name = names.name_of(p)
             source = sources[name].removeprefix(MODEL)
@@ -226,7 +220,12 @@ def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
 def _make_room(opt: torch.optim.Optimizer, p: Tensor, keys: dict[str, str], source: Source) -> None:
     """State tensors for a parameter, where it has none of the right kind."""
     if isinstance(opt, FlashOptimizer):
-        opt._state_of(p, opt._group_of(p))
+        index = opt._group_of(p)
+        group = opt.param_groups[index]
+        entries = expected_entries(p, group, opt._rule(group), group_layout(p.shape))
+        if opt.state.get(p, {}).keys() != {entry.key for entry in entries}:  # of other settings, of before the load
+            opt.state.pop(p, None)
+        opt._state_of(p, index)
         return
     for key, full_name in keys.items():
         stored = source.tensors[full_name]
