@@ -89,8 +89,8 @@ class Save:
             path = self.folder.folder / file_name
             if not path.is_file() or path.stat().st_size != record.bytes:
                 raise CheckpointError(
-                    f"{file_name} was written, but is not in rank 0's {path.parent}: all ranks must give the same "
-                    "path, on a file system that they share"
+                    f"{file_name} was written, but is not in rank 0's {path.parent}: all ranks must give the same path, "
+                    "on a file system that they share"
                 )
             manifest.files[file_name] = record
             for name, place in places:
