@@ -96,12 +96,8 @@ def _describe_optimizer(opt: torch.optim.Optimizer, names: ModelTensors) -> dict
 
 
 def _number(value: Any) -> Any:
-    """Settings may be 0-d tensors or NumPy's numbers, alone or in a tuple: their values as Python's."""
-    if type(value) in (tuple, list):
-        return type(value)(_number(item) for item in value)
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value
-    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
+    """A learning rate may be a 0-d tensor: its value."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _materialised(name: str, tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from flashdist.checkpoint.contents import MODEL, OPTIM, RNG, collect
 from flashdist.checkpoint.folder import SavingFolder, saving_folder
 from flashdist.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, StoredTensor
-from flashdist.checkpoint.ranks import CheckpointError, Ranks
+from flashdist.checkpoint.ranks import Ranks
 from flashdist.checkpoint.shard_file import DTYPES, FileRecord, Piece, nbytes, write_shard
 
 logger = logging.getLogger(__name__)
@@ -86,12 +86,6 @@ class Save:
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in manifest.tensors}
         for written in filter(None, everything):
             file_name, record, places = written
-            path = self.folder.folder / file_name
-            if not path.is_file() or path.stat().st_size != record.bytes:
-                raise CheckpointError(
-                    f"{file_name} was written, but is not in rank 0's {path.parent}: all ranks must give the same path, "
-                    "on a file system that they share"
-                )
             manifest.files[file_name] = record
             for name, place in places:
                 pieces[name].append(place)

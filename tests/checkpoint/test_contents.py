@@ -442,14 +442,3 @@ def test_async_save_raises_at_the_call_or_at_the_result(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         handle.result()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
-
-
-def test_settings_of_numpys_types_are_saved_as_numbers(tmp_path):
-    model, opt = make(betas=(numpy.float32(0.5), numpy.float64(0.75)), weight_decay=numpy.float64(0.25))
-    opt.param_groups[0]["lr"] = numpy.float32(0.125)
-    checkpoint.save(tmp_path / "c", model, opt)
-    other, other_opt = make(seed=1)
-    checkpoint.load(tmp_path / "c", other, other_opt)
-    (group,) = other_opt.param_groups
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.125, (0.5, 0.75), 0.25)
-    assert all(type(x) is float for x in (group["lr"], *group["betas"], group["weight_decay"]))
