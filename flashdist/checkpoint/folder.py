@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +29,9 @@ except ImportError:  # Windows: no locks there, the rest holds
 LOCK_NAME = ".lock"
 # File systems without locks; a save there is not protected against a second job, but works.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
+
+# How long a network file system is given to show one machine what another has written.
+_PATIENCE = 5.0  # seconds
 
 
 def saving_folder(path: Path) -> Path:
@@ -124,6 +131,27 @@ class SavingFolder:
                 f"{self.path} needs {needed / 1e9:.2f} GB, its disk has {free / 1e9:.2f} GB left: make room",
             )
 
+    def mark(self) -> str:
+        """Write a word into the folder that no other save has, by which ranks know that they see this one."""
+        word = secrets.token_hex(16)
+        if self.lock is not None:
+            self.lock.truncate(0)
+            self.lock.write(word.encode())
+            self.lock.flush()
+            os.fsync(self.lock.fileno())
+        return word
+
+    def check_files(self, sizes: Iterable[tuple[str, int]]) -> None:
+        """CheckpointError unless every file that ranks say they have written is in the folder, with its size."""
+        for name, size in sizes:
+            file = self.folder / name
+            if not _in_time(partial(_has_size, file, size)):
+                found = f"has {file.stat().st_size} bytes there" if file.is_file() else "is not there"
+                raise CheckpointError(
+                    f"a rank has written {size} bytes to {file}, which {found} for rank 0: nothing was published. Save "
+                    "to a file system that all ranks see, and where nobody else writes"
+                )
+
     def publish(self) -> None:
         """Give the finished folder its name. The files must be on the disk.
 
@@ -154,6 +182,37 @@ class SavingFolder:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.lock is not None:
             self.lock.close()
+
+
+def check_mark(path: Path, word: str) -> None:
+    """CheckpointError unless this rank sees the folder that rank 0 has marked with this word."""
+    lock = saving_folder(path) / LOCK_NAME
+
+    def marked() -> bool:
+        try:
+            return lock.read_bytes() == word.encode()
+        except OSError:
+            return False
+
+    if not _in_time(marked):
+        raise CheckpointError(
+            f"this rank does not see the folder {lock.parent} that rank 0 has just made: save to a file system that "
+            "all ranks see"
+        )
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size
+
+
+def _in_time(holds: Callable[[], bool]) -> bool:
+    """Whether something comes to hold while one is patient."""
+    end = time.monotonic() + _PATIENCE
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def fsync_folder(folder: Path) -> None:

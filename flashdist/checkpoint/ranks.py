@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -73,6 +74,17 @@ class Ranks:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def agree_on(self, path: Path) -> Path:
+        """The path, if every rank has the same; ValueError on all of them else. Collective."""
+        paths = self.everywhere(str(path))
+        for rank, other in enumerate(paths):
+            if other != paths[0]:
+                raise ValueError(
+                    f"ranks 0 and {rank} give different paths, {paths[0]} and {other}: a checkpoint is one folder for "
+                    "all ranks. Give the same path on every rank, on a file system that all of them see"
+                )
+        return path
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -50,12 +50,15 @@ def save(
     Raises:
         FileExistsError: ``path`` exists (without ``overwrite``) or is no checkpoint, or another job is saving to it.
         OSError: the disk is full or read-only; what was at ``path`` is intact.
-        ValueError: replicas that differ between ranks, a parameter that is not the model's, or one on the meta device.
+        CheckpointError: a rank's file is not where rank 0 publishes: they do not see the same folder.
+        ValueError: ranks give different paths or hold replicas that differ, a parameter that is not the model's, or
+            one on the meta device.
         TypeError: a value in ``extra`` that a checkpoint does not take.
 
     Source: layout and resharding stand on torch.distributed.checkpoint's planner; the files are safetensors and JSON.
     """
-    plan_save(_absolute(path), model, opt, scheduler, extra, overwrite, Ranks()).write()
+    ranks = Ranks()
+    plan_save(ranks.agree_on(_absolute(path)), model, opt, scheduler, extra, overwrite, ranks).write()
 
 
 def async_save(
@@ -78,7 +81,7 @@ def async_save(
     """
     ranks = Ranks().for_thread()
     try:
-        plan = plan_save(_absolute(path), model, opt, scheduler, extra, overwrite, ranks)
+        plan = plan_save(ranks.agree_on(_absolute(path)), model, opt, scheduler, extra, overwrite, ranks)
         try:
             with ranks.together():
                 plan.stage()
@@ -113,11 +116,13 @@ def load(path: PathLike, model: nn.Module, opt: torch.optim.Optimizer | None, *,
 
     Raises:
         CheckpointError: no checkpoint, a damaged, truncated or missing file (named), or a newer format.
-        ValueError: the checkpoint is of another model or optimizer; what differs is listed.
+        ValueError: the checkpoint is of another model or optimizer (what differs is listed), or ranks give different
+            paths.
     """
     ranks = Ranks()
-    folder = ranks.from_zero(find(_absolute(path)) if ranks.rank == 0 else None)
-    if folder != _absolute(path):
+    given = ranks.agree_on(_absolute(path))
+    folder = ranks.from_zero(find(given) if ranks.rank == 0 else None)
+    if folder != given:
         logger.warning("%s is missing: loading %s, which an interrupted save has left", path, folder)
     with ranks.together():
         manifest = read_manifest(folder)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor, Replicate
 
 from flashdist.checkpoint.contents import MODEL, OPTIM, RNG, collect
-from flashdist.checkpoint.folder import SavingFolder, saving_folder
+from flashdist.checkpoint.folder import SavingFolder, check_mark, saving_folder
 from flashdist.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, StoredTensor
 from flashdist.checkpoint.ranks import Ranks
 from flashdist.checkpoint.shard_file import DTYPES, FileRecord, Piece, nbytes, write_shard
@@ -82,6 +82,7 @@ class Save:
 
     def _publish(self, everything: list[tuple[str, FileRecord, list[tuple[str, StoredPiece]]] | None]) -> None:
         assert self.folder is not None
+        self.folder.check_files((name, record.bytes) for name, record, _ in filter(None, everything))
         manifest = self.manifest
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in manifest.tensors}
         for written in filter(None, everything):
@@ -112,6 +113,7 @@ def plan_save(
 
     Raises:
         FileExistsError: the path is taken, or another job saves to it.
+        CheckpointError: a rank does not see the folder that rank 0 has made.
         OSError: the disk is too small, or not to be written.
         ValueError: replicas of a tensor differ between ranks, or ranks give different ``extra``.
     """
@@ -123,7 +125,7 @@ def plan_save(
         local_plan = planner.create_local_plan()
         facts = _facts(tensors, manifest, planner, local_plan, ranks.size)
     gathered = ranks.gather((local_plan, facts))
-    plans: list[SavePlan] | None = None
+    shares: list[tuple[SavePlan, str]] | None = None
     try:
         with ranks.together():
             if gathered is not None:
@@ -135,7 +137,13 @@ def plan_save(
                 manifest.bytes_by_kind = bytes_by_kind(manifest)
                 folder = SavingFolder(path, overwrite)
                 folder.check_space(sum(manifest.bytes_by_kind.values()) + OVERHEAD * len(manifest.tensors) * ranks.size)
-        plan = planner.finish_plan(ranks.scatter(plans))
+                word = folder.mark() if ranks.size > 1 else ""
+                shares = [(plan, word) for plan in plans]
+        share, word = ranks.scatter(shares)
+        with ranks.together():
+            if ranks.size > 1:
+                check_mark(path, word)
+        plan = planner.finish_plan(share)
     except BaseException:
         if folder is not None:
             folder.discard()

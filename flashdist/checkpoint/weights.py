@@ -61,13 +61,14 @@ def export_weights(
 
     Raises:
         FileExistsError: a file is there already.
-        ValueError: another dtype, or a parameter of the optimizer that the model does not have.
+        ValueError: another dtype, ranks that give different paths, or a parameter of the optimizer that the model does
+            not have.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype}")
     ranks = Ranks()
+    target = ranks.agree_on(Path(os.path.realpath(path)))
     entries = _entries(model, opt, dtype)
-    target = Path(os.path.realpath(path))
     files = {target: entries} if target.suffix == ".safetensors" else _divided(target, entries, max_file_bytes)
     with ranks.together():
         if ranks.rank == 0:

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from flashdist import FlashAdamW, checkpoint
+from flashdist.checkpoint import folder as folder_module
+from flashdist.checkpoint import saving
 from flashdist.checkpoint.folder import SavingFolder, old_folder, saving_folder
 
 
@@ -109,6 +111,24 @@ def test_a_save_killed_after_its_renames_leaves_the_new_one(tmp_path):
     checkpoint.save(old_folder(path), *make(1), extra=1)
     checkpoint.save(path, *make(2), extra=2, overwrite=True)
     assert weights(path)[0] == 2
+    assert entries(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("fault", ["missing", "shorter"])
+def test_a_file_that_is_not_as_it_was_written_is_not_published(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(folder_module, "_PATIENCE", 0.0)
+    checkpoint.save(tmp_path / "c", *make(1), extra=1)
+    written = saving.write_shard
+
+    def meddled(path, pieces):
+        found = written(path, pieces)
+        path.unlink() if fault == "missing" else os.truncate(path, path.stat().st_size - 1)
+        return found
+
+    monkeypatch.setattr(saving, "write_shard", meddled)
+    with pytest.raises(checkpoint.CheckpointError, match=r"rank-00000\.safetensors.*nothing was published"):
+        checkpoint.save(tmp_path / "c", *make(2), extra=2, overwrite=True)
+    assert weights(tmp_path / "c")[0] == 1
     assert entries(tmp_path) == ["c"]
 
 

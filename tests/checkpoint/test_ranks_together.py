@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from flashdist import FlashAdamW, checkpoint
+from flashdist.checkpoint import folder, saving
 from tests.support.odd_model import build, digests, fill, make_optimizer, step, tensors_of, whole
 from tests.support.ranks import RankError, run_ranks
 
@@ -87,6 +89,37 @@ def test_what_one_rank_finds_wrong_is_raised_on_all(tmp_path):
     assert "on rank 1: extra.mine" in first[2][1]
     assert "rank-00001.safetensors is damaged" in first[4][1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+
+
+def paths_worker(rank, world_size, path):
+    """Rank 1 gives another path, where a killed save has left its folder."""
+    model, opt = trained("fsdp2", world_size)
+    mine = f"{path}-{rank}"
+    found = [message(checkpoint.save, mine, model, opt)]
+    found.append(message(checkpoint.async_save, mine, model, opt))
+    found.append(message(checkpoint.export_weights, mine + ".safetensors", model, opt))
+    found.append(message(checkpoint.load, mine, model, opt))
+    # The same path, but on a disk of its own.
+    patched = {"saving_folder": lambda p: p.with_name("elsewhere" if rank else p.name + ".saving"), "_PATIENCE": 0.1}
+    with patch.multiple(folder, **patched), patch.object(saving, "saving_folder", patched["saving_folder"]):
+        found.append(message(checkpoint.save, path, model, opt))
+    return found
+
+
+def test_ranks_that_do_not_save_to_one_folder_publish_nothing(tmp_path):
+    for left in ("c-1.saving", "elsewhere"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / ".lock").write_bytes(b"of a save that was killed")
+    first, second = run_ranks(paths_worker, 2, str(tmp_path / "c"))
+    for given in (first, second):
+        assert [kind for kind, _ in given] == ["ValueError"] * 4 + ["CheckpointError"]
+        for _, text in given[:4]:
+            assert "ranks 0 and 1 give different paths" in text
+            assert f"{tmp_path}/c-0" in text
+            assert f"{tmp_path}/c-1" in text
+        assert "does not see the folder" in given[4][1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c-1.saving", "elsewhere"]
+    assert [p.name for left in tmp_path.iterdir() for p in left.iterdir()] == [".lock", ".lock"]
 
 
 def diverged_worker(rank, world_size, strategy, path):
