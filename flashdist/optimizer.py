@@ -15,6 +15,7 @@ from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_back
 from flashdist.lazy import outside_graphs
 from flashdist.lost_updates import report_lost
 from flashdist.memory import MemorySummary, summarize
+from flashdist.modes import without_autograd
 from flashdist.numerics.fingerprint import drop_stale
 from flashdist.numerics.rules import GroupScalars, Rule
 from flashdist.param_state import allocate, check_parameter, join_weight, same_state, view
@@ -162,6 +163,7 @@ class FlashOptimizer(torch.optim.Optimizer):
     # Step.
 
     @outside_graphs
+    @without_autograd
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, once.
 
@@ -180,11 +182,10 @@ class FlashOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            if self._release is None:
-                self._step()
-            else:
-                self._release.end_of_step()
+        if self._release is None:
+            self._step()
+        else:
+            self._release.end_of_step()
         return loss
 
     def _step(self) -> None:
@@ -271,7 +272,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     @outside_graphs
-    @torch.no_grad()
+    @without_autograd
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the global gradient norm in the next step.
 
@@ -308,7 +309,7 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     # What callers look at.
 
-    @torch.no_grad()
+    @without_autograd
     def master_weight(self, p: Tensor) -> Tensor:
         """The fp32 master weight: weight and correction joined.
 
@@ -335,7 +336,7 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     # Saving and loading.
 
-    @torch.no_grad()
+    @without_autograd
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with state for every trainable parameter, allocated now where no step has been taken.
 
@@ -348,7 +349,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         states = {key: {k: as_bytes(v) for k, v in state.items()} for key, state in packed["state"].items()}
         return {**packed, "state": states}
 
-    @torch.no_grad()
+    @without_autograd
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, or of its torch.optim counterpart (moments are encoded then).
 

@@ -33,7 +33,13 @@ def check_parameter(name: str, p: Tensor, quantize: bool) -> None:
     Raises:
         TypeError: an FSDP1 flat parameter, or a dtype other than bf16, fp16 and fp32.
         ValueError: placements that are no shards or would cut a group.
+        RuntimeError: a parameter made under torch.inference_mode.
     """
+    if p.is_inference():
+        raise RuntimeError(
+            f"{name} was made under torch.inference_mode, so it can never be trained. Build, cast and load the model "
+            "outside of it (torch.inference_mode(False) inside)"
+        )
     # The second: one of the model's own parameters, which FSDP1 makes a view of such (use_orig_params=True).
     if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
         raise TypeError(

@@ -18,6 +18,7 @@ from flashdist.checkpoint.names import ModelTensors
 from flashdist.checkpoint.ranks import CheckpointError, Ranks
 from flashdist.checkpoint.reading import Source
 from flashdist.checkpoint.torch_source import TorchSource
+from flashdist.modes import without_autograd
 from flashdist.numerics.groups import group_layout
 from flashdist.optimizer import FlashOptimizer
 from flashdist.param_state import expected_entries
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states", "opt")
 
 
+@without_autograd
 def import_optimizer(source: str | os.PathLike[str] | dict[str, Any], model: nn.Module, opt: FlashOptimizer) -> None:
     """Take over the state of the torch.optim counterpart (AdamW for FlashAdamW, ...). Collective.
 

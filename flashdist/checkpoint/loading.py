@@ -198,7 +198,9 @@ def execute(plan: LoadPlan, source: Source, opt: torch.optim.Optimizer | None) -
             targets.update({full_name: opt.state[p][key] for key, full_name in keys.items()})
         for p in plan.fresh:
             opt.state.pop(p, None)
-    source.read(targets)
+    # Weights made under it, of a model that is only evaluated, can be written to under it alone.
+    with torch.inference_mode(any(t.is_inference() for t in targets.values())), torch.no_grad():
+        source.read(targets)
     if isinstance(opt, FlashOptimizer):
         for conversion in plan.conversions:
             _make_room(opt, conversion.parameter, {}, source)

@@ -17,12 +17,14 @@ from flashdist.checkpoint.ranks import CheckpointError, Ranks
 from flashdist.checkpoint.reading import Reader, check_files, open_checkpoint
 from flashdist.checkpoint.rng import set_rng
 from flashdist.checkpoint.saving import AsyncSave, plan_save
+from flashdist.modes import without_autograd
 
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
 
 
+@without_autograd
 def save(
     path: PathLike,
     model: nn.Module,
@@ -61,6 +63,7 @@ def save(
     plan_save(ranks.agree_on(_absolute(path)), model, opt, scheduler, extra, overwrite, ranks).write()
 
 
+@without_autograd
 def async_save(
     path: PathLike,
     model: nn.Module,
@@ -95,6 +98,7 @@ def async_save(
     return AsyncSave(plan)
 
 
+@without_autograd
 def load(path: PathLike, model: nn.Module, opt: torch.optim.Optimizer | None, *, scheduler: Any = None) -> Any:
     """Load what :func:`save` has saved, on any number of ranks and under any strategy. Collective.
 

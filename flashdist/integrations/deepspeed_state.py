@@ -19,6 +19,7 @@ from flashdist.kernels.backend import Backend, ParamState, StepInputs, make_back
 from flashdist.lazy import outside_graphs
 from flashdist.lost_updates import report_lost
 from flashdist.memory import MemorySummary, summarize
+from flashdist.modes import without_autograd
 from flashdist.numerics.fingerprint import UNKNOWN, drop_stale, fingerprint, num_tiles
 from flashdist.numerics.rules import Rule
 from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP
@@ -46,6 +47,7 @@ class FlatPartition:
         self._fingerprints: Tensor | None = None
         self._backend: Backend | None = None
 
+    @without_autograd
     def state(self, opt: FlashOptimizer) -> Packed:
         """The state, allocated at its first use.
 
