@@ -19,6 +19,7 @@ from flashdist.modes import without_autograd
 from flashdist.numerics.fingerprint import drop_stale
 from flashdist.numerics.rules import GroupScalars, Rule
 from flashdist.param_state import allocate, check_parameter, join_weight, same_state, view
+from flashdist.plain_numbers import plain_settings
 from flashdist.roster import Release, Roster, local_gradients, with_gradients
 from flashdist.sharding.global_norm import global_norm
 from flashdist.sharding.gradients import placed_gradient, placed_gradients
@@ -27,7 +28,7 @@ from flashdist.sharding.overflow import check_found_inf
 from flashdist.sharding.partition import AsPlaced, Partition
 from flashdist.sharding.placement import as_bytes
 from flashdist.sharding.replaced import check_not_replaced
-from flashdist.state_loading import FORMAT_VERSION, VERSION_KEY, check_and_convert, copy_state
+from flashdist.state_loading import FORMAT_VERSION, VERSION_KEY, check_and_convert, copy_state, set_groups
 
 
 class FlashOptimizer(torch.optim.Optimizer):
@@ -83,6 +84,7 @@ class FlashOptimizer(torch.optim.Optimizer):
         self._partition.check_new_group()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group.update(plain_settings(group))
         try:
             self._check_group(group)
             for p in group["params"]:
@@ -346,8 +348,9 @@ class FlashOptimizer(torch.optim.Optimizer):
         self._allocate_all()
         self._drop_stale_corrections()
         packed = super().state_dict()
+        groups = [plain_settings(group) for group in packed["param_groups"]]
         states = {key: {k: as_bytes(v) for k, v in state.items()} for key, state in packed["state"].items()}
-        return {**packed, "state": states}
+        return {**packed, "state": states, "param_groups": groups}
 
     @without_autograd
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -365,8 +368,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         groups, states = check_and_convert(self, state_dict)
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update(loaded)
+        set_groups(self.param_groups, groups)
         self._forget_views()
         for p, loaded_state in states.items():
             if loaded_state is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,6 +210,25 @@ def _encode_state(opt: FlashOptimizer, p: Tensor, group: dict[str, Any], state: 
             else:
                 out[entry.key], out[entry.key + SCALE_SUFFIX] = encode_moment(place, dense, layout)
     return out
+
+
+def set_groups(groups: Sequence[dict[str, Any]], settings: Sequence[dict[str, Any]]) -> None:
+    """Give param groups their loaded entries. A learning rate that is a tensor stays that tensor, with a new value: a
+    CUDA graph or a compiled step has its address. Groups that share one and get different values get their own."""
+    values: dict[Tensor, set[float]] = {}
+    for group, loaded in zip(groups, settings, strict=True):
+        for key in loaded:
+            if isinstance(group.get(key), Tensor):
+                values.setdefault(group[key], set()).add(float(loaded[key]))
+    shared = {tensor for tensor, found in values.items() if len(found) > 1}
+    for group, loaded in zip(groups, settings, strict=True):
+        for key, value in loaded.items():
+            if not isinstance(group.get(key), Tensor):
+                group[key] = value
+            elif group[key] in shared:
+                group[key] = torch.full_like(group[key], float(value))
+            else:
+                group[key].fill_(float(value))
 
 
 def copy_state(opt: FlashOptimizer, p: Tensor, loaded: dict[str, Tensor]) -> None:

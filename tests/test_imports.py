@@ -18,7 +18,7 @@ FILES = {
 
 # A module may import what stands in a lower row, and its own row if that is one folder. The longest prefix counts.
 LAYERS: list[set[str]] = [
-    {"flashdist.version", "flashdist.lazy", "flashdist.lost_updates", "flashdist.modes"},
+    {"flashdist.version", "flashdist.lazy", "flashdist.lost_updates", "flashdist.modes", "flashdist.plain_numbers"},
     {"flashdist.numerics"},
     {"flashdist.kernels"},
     {"flashdist.sharding"},

@@ -20,6 +20,7 @@ from flashdist.checkpoint.names import ModelTensors
 from flashdist.checkpoint.ranks import Ranks
 from flashdist.checkpoint.rng import rng_tensors
 from flashdist.optimizer import FlashOptimizer
+from flashdist.plain_numbers import plain_settings
 from flashdist.version import __version__
 
 MODEL, OPTIM, RNG, VALUES = "model.", "optim.", "rng.", "values."
@@ -87,7 +88,7 @@ def _describe_optimizer(opt: torch.optim.Optimizer, names: ModelTensors) -> dict
     groups = []
     for i, group in enumerate(opt.param_groups):
         found: dict[str, Tensor] = {}
-        settings = {key: _number(value) for key, value in group.items() if key not in ("params", "param_names")}
+        settings = {k: _number(v) for k, v in plain_settings(group).items() if k not in ("params", "param_names")}
         described = to_json(settings, f"param_groups.{i}", found)
         if found:
             raise TypeError(f"param group {i} holds tensors with more than one element: {sorted(found)}")

@@ -19,7 +19,7 @@ from flashdist.checkpoint.reading import Reader, Source, read_plain
 from flashdist.numerics.groups import group_layout
 from flashdist.optimizer import FlashOptimizer
 from flashdist.param_state import expected_entries
-from flashdist.state_loading import own_settings, torch_settings
+from flashdist.state_loading import own_settings, set_groups, torch_settings
 
 logger = logging.getLogger(__name__)
 # These stay as the optimizer was built: what is stored otherwise is converted.
@@ -191,8 +191,8 @@ def execute(plan: LoadPlan, source: Source, opt: torch.optim.Optimizer | None) -
     """Carry a plan out: read in place, convert what is stored otherwise, and set the param groups."""
     targets = dict(plan.direct)
     if opt is not None:
-        for group, settings in zip(opt.param_groups, plan.groups, strict=False):
-            _set_group(group, settings)
+        if plan.groups:
+            set_groups(opt.param_groups, plan.groups)
         for p, keys in plan.states.items():
             _make_room(opt, p, keys, source)
             targets.update({full_name: opt.state[p][key] for key, full_name in keys.items()})
@@ -209,14 +209,6 @@ def execute(plan: LoadPlan, source: Source, opt: torch.optim.Optimizer | None) -
             examples = [c.name for c in plan.conversions if note in c.notes]
             logger.warning("%s: %d tensors (%s)", note, len(examples), _some(examples, 3))
         opt._forget_views()
-
-
-def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    for key, value in settings.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = value
 
 
 def _make_room(opt: torch.optim.Optimizer, p: Tensor, keys: dict[str, str], source: Source) -> None:
