@@ -20,7 +20,7 @@ from flashdist.checkpoint.names import ModelTensors
 from flashdist.checkpoint.ranks import Ranks
 from flashdist.checkpoint.rng import rng_tensors
 from flashdist.optimizer import FlashOptimizer
-from flashdist.plain_numbers import plain_settings
+from flashdist.plain_numbers import plain, plain_settings
 from flashdist.version import __version__
 
 MODEL, OPTIM, RNG, VALUES = "model.", "optim.", "rng.", "values."
@@ -38,7 +38,7 @@ def collect(
 
     Raises:
         ValueError: a parameter that the model does not have, or one on the meta device.
-        TypeError: a value that is not JSON and no tensor.
+        TypeError: a value of a type that would not come back as it was.
     """
     names = ModelTensors(model)
     tensors: dict[str, Any] = {MODEL + name: _materialised(name, t) for name, t in names.by_name.items()}
@@ -48,7 +48,8 @@ def collect(
         tensors.update(optimizer_tensors(opt, names))
     tensors.update({f"{RNG}{ranks.rank}.{name}": state for name, state in rng_tensors().items()})
     values: dict[str, Any] = {}
-    for key, value in (("scheduler", scheduler and scheduler.state_dict()), ("extra", extra)):
+    schedule = None if scheduler is None else _plain_schedule(scheduler.state_dict())
+    for key, value in (("scheduler", schedule), ("extra", extra)):
         found: dict[str, Tensor] = {}
         values[key] = to_json(value, key, found)
         tensors.update({VALUES + name: tensor for name, tensor in found.items()})
@@ -94,6 +95,24 @@ def _describe_optimizer(opt: torch.optim.Optimizer, names: ModelTensors) -> dict
             raise TypeError(f"param group {i} holds tensors with more than one element: {sorted(found)}")
         groups.append({**described, "params": [names.name_of(p) for p in group["params"]]})
     return {"class": type(opt).__name__, "flashdist": isinstance(opt, FlashOptimizer), "param_groups": groups}
+
+
+def _plain_schedule(value: Any) -> Any:
+    """A scheduler's state with NumPy's numbers as Python's, where no step can tell them apart.
+
+    Milestones and bounds are often NumPy's; torch's own schedulers never make one. A number of fewer bits than Python's
+    stays, and is refused: it makes results of as few bits.
+    """
+    if isinstance(value, dict):
+        filled = value.copy()  # of the same kind: milestones are a Counter
+        filled.clear()
+        filled.update({_plain_schedule(k): _plain_schedule(v) for k, v in value.items()})
+        return filled
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain_schedule, value))
+    if type(value).__module__ == "numpy" and type(value).__name__ not in ("float16", "float32", "longdouble"):
+        return plain(value)
+    return value
 
 
 def _number(value: Any) -> Any:

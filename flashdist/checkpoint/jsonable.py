@@ -1,26 +1,30 @@
 """Python values as JSON, with their tensors lifted out: what a checkpoint holds besides weights and states.
 
 JSON has neither tuples nor keys that are numbers nor infinity; each is written as an object with one marked key, so
-that what is read equals what was written. Nothing is ever pickled.
+that what is read equals what was written, in its types too. Nothing is ever pickled.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 TUPLE, DICT, FLOAT, TENSOR = "$tuple", "$dict", "$float", "$tensor"
-_MARKS = (TUPLE, DICT, FLOAT, TENSOR)
+COUNTER, ORDERED = "$counter", "$ordered"
+_MARKS = (TUPLE, DICT, FLOAT, TENSOR, COUNTER, ORDERED)
+# Kinds of dict, with the mark that each has.
+_DICTS: dict[type, str] = {dict: DICT, Counter: COUNTER, OrderedDict: ORDERED}
 
 
 def to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A value as what ``json.dumps`` takes; tensors in it go to ``tensors``, under ``name...``.
 
     Args:
-        value: None, bool, int, float, str, tensors, and lists, tuples and dicts of these.
+        value: None, bool, int, float, str, tensors, and lists, tuples, dicts, Counters and OrderedDicts of these.
         name: how error messages and tensor names call it.
         tensors: gets the tensors.
 
@@ -40,16 +44,19 @@ def to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return [to_json(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
     if type(value) is tuple:
         return {TUPLE: [to_json(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]}
-    if isinstance(value, dict):
-        if all(type(k) is str and k not in _MARKS for k in value):
-            return {k: to_json(v, f"{name}.{k}", tensors) for k, v in value.items()}
-        pairs = enumerate(value.items())
+    mark = _DICTS.get(type(value))
+    if mark == DICT and all(type(k) is str and k not in _MARKS for k in value):
+        return {k: to_json(v, f"{name}.{k}", tensors) for k, v in value.items()}
+    if mark is not None:
         return {
-            DICT: [[to_json(k, f"{name}.{i}.key", tensors), to_json(v, f"{name}.{i}", tensors)] for i, (k, v) in pairs]
+            mark: [
+                [to_json(k, f"{name}.{i}.key", tensors), to_json(v, f"{name}.{k if type(k) is str else i}", tensors)]
+                for i, (k, v) in enumerate(value.items())
+            ]
         }
     raise TypeError(
         f"{name} is of type {type(value).__name__}, which a checkpoint does not take (no pickle is ever written): "
-        "give None, bool, int, float, str, a tensor, or lists, tuples and dicts of these"
+        "give None, bool, int, float, str, a tensor, or lists, tuples, dicts, Counters and OrderedDicts of these"
     )
 
 
@@ -67,8 +74,9 @@ def from_json(value: Any, tensors: dict[str, Tensor]) -> Any:
             return float(inner)
         if mark == TUPLE:
             return tuple(from_json(v, tensors) for v in inner)
-        if mark == DICT:
-            return {from_json(k, tensors): from_json(v, tensors) for k, v in inner}
+        if mark in _DICTS.values() and isinstance(inner, list):
+            pairs = {from_json(k, tensors): from_json(v, tensors) for k, v in inner}
+            return next(kind for kind, of_kind in _DICTS.items() if of_kind == mark)(pairs)
     return {k: from_json(v, tensors) for k, v in value.items()}
 
 

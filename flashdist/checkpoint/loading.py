@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -238,6 +239,22 @@ def load_values(reader: Reader, key: str) -> Any:
     names = tensor_names(value)
     tensors = read_plain(reader, [VALUES + name for name in names])
     return from_json(value, {name: tensors[VALUES + name] for name in names})
+
+
+def scheduler_values(reader: Reader, live: dict[str, Any]) -> Any:
+    """``scheduler`` as it was saved, given what a scheduler of its kind keeps now: early releases saved a Counter as a
+    dict, which MultiStepLR cannot step with."""
+
+    def mended(loaded: Any, kept: Any) -> Any:
+        if type(loaded) is dict and isinstance(kept, Counter):
+            return Counter(loaded)
+        if type(loaded) is dict and isinstance(kept, dict):
+            return {k: mended(v, kept.get(k)) for k, v in loaded.items()}
+        if type(loaded) is list and isinstance(kept, list) and len(loaded) == len(kept):
+            return [mended(v, k) for v, k in zip(loaded, kept, strict=True)]
+        return loaded
+
+    return mended(load_values(reader, "scheduler"), live)
 
 
 def rng_states(reader: Reader, rank: int) -> dict[str, Tensor]:

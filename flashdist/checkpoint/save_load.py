@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flashdist.checkpoint.folder import find
-from flashdist.checkpoint.loading import execute, load_values, plan_load, rng_states
+from flashdist.checkpoint.loading import execute, load_values, plan_load, rng_states, scheduler_values
 from flashdist.checkpoint.manifest import Manifest, read_manifest
 from flashdist.checkpoint.ranks import CheckpointError, Ranks
 from flashdist.checkpoint.reading import Reader, check_files, open_checkpoint
@@ -45,8 +45,8 @@ def save(
         model: plain, under DDP, or sharded by FSDP2, HSDP or tensor parallelism.
         opt: a flashdist optimizer (or one of torch.optim), built from this model's parameters. None: weights alone.
         scheduler: a learning-rate scheduler; its ``state_dict()`` is kept.
-        extra: what the training loop needs besides: None, bool, int, float, str, tensors, and lists, tuples and dicts
-            of these, the same on every rank.
+        extra: what the training loop needs besides: None, bool, int, float, str, tensors, and lists, tuples, dicts,
+            Counters and OrderedDicts of these, the same on every rank.
         overwrite: replace a checkpoint that ``path`` holds.
 
     Raises:
@@ -134,7 +134,7 @@ def load(path: PathLike, model: nn.Module, opt: torch.optim.Optimizer | None, *,
     with ranks.together():
         plan = plan_load(manifest, model, opt)
         reader = Reader(folder, manifest)
-        scheduler_state = load_values(reader, "scheduler")
+        scheduler_state = None if scheduler is None else scheduler_values(reader, scheduler.state_dict())
         extra = load_values(reader, "extra")
         if scheduler is not None and scheduler_state is None:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+from collections import Counter, OrderedDict, defaultdict
 
 import numpy
 import pytest
@@ -64,7 +65,11 @@ def assert_same(first, second):
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: (
-        st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text() | st.integers() | st.booleans(), inner)
+        st.lists(inner)
+        | st.tuples(inner)
+        | st.dictionaries(st.text() | st.integers() | st.booleans(), inner)
+        | st.dictionaries(st.text() | st.integers(), inner).map(OrderedDict)
+        | st.dictionaries(st.text() | st.tuples(st.integers()), st.integers()).map(Counter)
     ),
     max_leaves=20,
 )
@@ -91,7 +96,7 @@ def test_marked_keys_and_tensors_in_values():
     assert sorted(tensor_names(described)) == sorted(tensors)
 
 
-@pytest.mark.parametrize("bad", [object(), {1, 2}, numpy.float64(1.5), lambda: 0, Net])
+@pytest.mark.parametrize("bad", [object(), {1, 2}, numpy.float64(1.5), lambda: 0, Net, defaultdict(int)])
 def test_extra_of_another_kind_is_refused_by_its_place(tmp_path, bad):
     with pytest.raises(TypeError, match=r"extra\.progress\.1 is of type"):
         checkpoint.save(tmp_path / "c", *make(), extra={"progress": [1, bad]})
