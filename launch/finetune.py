@@ -24,7 +24,7 @@ from finetune_config import FinetuneConfig
 from finetune_memory_table import measured, show
 from finetuning import Finetuning
 from metrics import Reporter
-from ranks import Ranks, any_rank, choose_device, connected, discover
+from ranks import Ranks, any_rank, choose_device, connected, discover, leave
 from run_folder import RunFolder, claimed
 from stop import StopRequest
 
@@ -148,4 +148,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -26,7 +26,7 @@ from deepspeed_strategy import settled
 from metrics import read_metrics
 from model import GPT, GPTConfig
 from pretrain_config import PretrainConfig
-from ranks import Ranks, choose_device, connected, discover, raise_together
+from ranks import Ranks, choose_device, connected, discover, leave, raise_together
 from run_folder import RunFolder, claimed
 from sampling import num_windows
 from strategy import FLASH, check_ranks
@@ -237,4 +237,4 @@ def say_error(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

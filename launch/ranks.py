@@ -7,12 +7,16 @@ alone is rank 0 of 1.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -142,6 +146,22 @@ def connected(ranks: Ranks, device: torch.device, timeout_minutes: float) -> Ite
         yield
     finally:
         dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process as `sys.exit(code)` does, but leaves Python's own clean-up out.
+
+    gloo's threads may hold tensors of the last collectives a moment longer than destroy_process_group() takes. One that
+    gives its tensor back while Python cleans up ends the process with SIGABRT, after a run that was complete
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def raise_together(error: UserError | None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ranks
@@ -97,3 +99,24 @@ def agree(rank: int, size: int) -> tuple[bool, bool, str]:
 
 def test_ranks_agree_on_flags_and_errors():
     assert run_ranks(agree, 2) == [(True, False, "rank 1: mine")] * 2
+
+
+LEAVES = """
+import atexit, threading, time, ranks
+class Held:
+    def __del__(self):
+        print("cleaned up")
+held = Held()
+atexit.register(print, "hooks ran")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread ended"))).start()
+print("run", end=" ")
+ranks.leave(3)
+"""
+
+
+def test_a_process_leaves_with_its_code_and_output_but_without_pythons_clean_up():
+    launch = Path(ranks.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES], cwd=launch, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, "run thread ended\nhooks ran\n"), done.stderr
