@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from flashdist.checkpoint.jsonable import to_json
-from flashdist.checkpoint.manifest import Manifest
+from flashdist.checkpoint.manifest import MODEL, OPTIM, RNG, VALUES, Manifest
 from flashdist.checkpoint.names import ModelTensors
 from flashdist.checkpoint.ranks import Ranks
 from flashdist.checkpoint.rng import rng_tensors
 from flashdist.optimizer import FlashOptimizer
 from flashdist.plain_numbers import plain, plain_settings
 from flashdist.version import __version__
-
-MODEL, OPTIM, RNG, VALUES = "model.", "optim.", "rng.", "values."
 
 
 def state_name(parameter: str, key: str) -> str:
@@ -53,6 +51,8 @@ def collect(
         found: dict[str, Tensor] = {}
         values[key] = to_json(value, key, found)
         tensors.update({VALUES + name: tensor for name, tensor in found.items()})
+    if scheduler is not None:
+        values["scheduler_class"] = class_of(scheduler)
     manifest = Manifest(
         world_size=ranks.size,
         strategy=strategy_of(tensors, ranks.size),
@@ -95,6 +95,13 @@ def _describe_optimizer(opt: torch.optim.Optimizer, names: ModelTensors) -> dict
             raise TypeError(f"param group {i} holds tensors with more than one element: {sorted(found)}")
         groups.append({**described, "params": [names.name_of(p) for p in group["params"]]})
     return {"class": type(opt).__name__, "flashdist": isinstance(opt, FlashOptimizer), "param_groups": groups}
+
+
+def class_of(scheduler: Any) -> str:
+    """The class of a scheduler, and of those that it consists of: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    parts = getattr(scheduler, "_schedulers", None)
+    inner = f"({', '.join(map(class_of, parts))})" if isinstance(parts, list | tuple) else ""
+    return type(scheduler).__name__ + inner
 
 
 def _plain_schedule(value: Any) -> Any:

@@ -6,6 +6,7 @@ one parameter at a time, so that memory stays at one tensor more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,8 +19,17 @@ from flashdist.checkpoint.manifest import StoredTensor
 from flashdist.checkpoint.reading import Source, read_plain
 from flashdist.numerics.groups import GroupLayout, group_layout
 from flashdist.numerics.rules import Rule
-from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, Entry, decode_moment, encode_moment
-from flashdist.numerics.weight_split import SPLIT_DTYPES, join, split
+from flashdist.numerics.state_format import (
+    ERROR,
+    MOMENT_CODE_DTYPES,
+    MOMENT_SCALE_DTYPES,
+    SCALE_SUFFIX,
+    STEP,
+    Entry,
+    decode_moment,
+    encode_moment,
+)
+from flashdist.numerics.weight_split import CORRECTION_DTYPES, SPLIT_DTYPES, join, split
 from flashdist.sharding.local_shard import local
 from flashdist.sharding.placement import place_like
 
@@ -147,17 +157,24 @@ def plan_conversion(
             f"the checkpoint's state of {name} has the entries {sorted(found)}, this optimizer keeps "
             f"{[e.key for e in expected]}: it was saved by another kind of optimizer"
         )
-    for moment in rule.moments:
+    for place, moment in enumerate(rule.moments):
         stored, scale = found[moment], found.get(moment + SCALE_SUFFIX)
-        fits = stored.shape == tuple(p.shape) and (
-            stored.dtype in _FLOATS if scale is None else layout.grouped and scale.shape == layout.scale_shape
-        )
-        if not fits:
-            raise ValueError(f"the checkpoint's {moment} of {name} has shape {stored.shape} and dtype {stored.dtype}")
+        if scale is None:
+            fits = stored.dtype in _FLOATS
+        else:
+            kinds = (MOMENT_CODE_DTYPES[place], MOMENT_SCALE_DTYPES[place])
+            fits = layout.grouped and scale.shape == layout.scale_shape and (stored.dtype, scale.dtype) == kinds
+        if not fits or stored.shape != tuple(p.shape):
+            scales = "" if scale is None else f", its scales {_shown(scale)}"
+            raise ValueError(
+                f"the checkpoint's {moment} of {name} is {_shown(stored)}{scales}: no state of a parameter of shape "
+                f"{tuple(p.shape)}"
+            )
         if moment + SCALE_SUFFIX in by_key and scale is None:
             notes.append("dense moments were encoded to 8 bits")
         elif moment + SCALE_SUFFIX not in by_key and scale is not None:
             notes.append("8-bit moments were decoded to fp32 (quantize=False)")
+    _check_step_and_correction(name, p, found, weight)
     error, wanted = found.get(ERROR), by_key.get(ERROR)
     before = (weight.dtype, None if error is None else error.dtype)
     after = (p.dtype, None if wanted is None else wanted.dtype)
@@ -169,6 +186,23 @@ def plan_conversion(
         )
     notes.append(f"master weights were converted from {_described(*before)} to {_described(*after)}")
     return Conversion(name, p, rule, keys, weight_name, notes)
+
+
+def _check_step_and_correction(name: str, p: Tensor, found: dict[str, StoredTensor], weight: StoredTensor) -> None:
+    step, error = found.get(STEP), found.get(ERROR)
+    if step is not None and (math.prod(step.shape) != 1 or step.dtype.is_complex or step.dtype == torch.bool):
+        raise ValueError(f"the checkpoint's step of {name} is {_shown(step)}: it must be one number")
+    if error is not None and not (
+        error.shape == tuple(p.shape) and error.dtype in CORRECTION_DTYPES.values() and weight.dtype in SPLIT_DTYPES
+    ):
+        raise ValueError(
+            f"the checkpoint's correction of {name} is {_shown(error)}, beside a weight that is {_shown(weight)}: the "
+            "two make no master weight"
+        )
+
+
+def _shown(stored: StoredTensor) -> str:
+    return f"{str(stored.dtype).removeprefix('torch.')} of shape {stored.shape}"
 
 
 def _described(weight: torch.dtype, error: torch.dtype | None) -> str:

@@ -6,9 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashdist.checkpoint.contents import MODEL, OPTIM
 from flashdist.checkpoint.jsonable import dtype_name
-from flashdist.checkpoint.manifest import Manifest
+from flashdist.checkpoint.manifest import MODEL, OPTIM, Manifest
 from flashdist.checkpoint.reading import Reader, read_plain
 
 if TYPE_CHECKING:

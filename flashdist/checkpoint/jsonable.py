@@ -11,7 +11,8 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 TUPLE, DICT, FLOAT, TENSOR = "$tuple", "$dict", "$float", "$tensor"
 COUNTER, ORDERED = "$counter", "$ordered"
@@ -29,13 +30,14 @@ def to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors: gets the tensors.
 
     Raises:
-        TypeError: anything else, naming the place in the value.
+        TypeError: anything else, naming the place in the value; tensors that are no plain ones too.
     """
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {FLOAT: repr(value)}
     if isinstance(value, Tensor):
+        _refuse_odd(value, name)
         while name in tensors:  # as of {"a.b": x, "a": {"b": y}}
             name += "'"
         tensors[name] = value.detach()
@@ -58,6 +60,23 @@ def to_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         f"{name} is of type {type(value).__name__}, which a checkpoint does not take (no pickle is ever written): "
         "give None, bool, int, float, str, a tensor, or lists, tuples, dicts, Counters and OrderedDicts of these"
     )
+
+
+def _refuse_odd(tensor: Tensor, name: str) -> None:
+    """TypeError for a tensor that a file of plain numbers would not give back as it was."""
+    odd = None
+    if tensor.is_nested:
+        odd, remedy = "nested", "give a list of its parts (`unbind()`)"
+    elif tensor.layout != torch.strided:
+        odd, remedy = f"of the layout {tensor.layout}", "give its values and indices, or `to_dense()`"
+    elif tensor.is_quantized:
+        odd, remedy = "quantized", "give its `int_repr()`, scales and zero points"
+    elif tensor.device.type == "meta":
+        odd, remedy = "on the meta device and holds no values", "materialise it"
+    elif type(tensor) not in (Tensor, nn.Parameter, DTensor):
+        odd, remedy = f"a {type(tensor).__name__}", "give plain tensors that it can be made from again"
+    if odd is not None:
+        raise TypeError(f"{name} is {odd}, which a checkpoint does not take: {remedy}")
 
 
 def from_json(value: Any, tensors: dict[str, Tensor]) -> Any:

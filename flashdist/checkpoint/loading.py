@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashdist.checkpoint.contents import MODEL, OPTIM, RNG, VALUES, state_name
+from flashdist.checkpoint.contents import class_of, state_name
 from flashdist.checkpoint.conversion import Conversion, plan_conversion
 from flashdist.checkpoint.jsonable import from_json, tensor_names
-from flashdist.checkpoint.manifest import Manifest, StoredTensor
+from flashdist.checkpoint.manifest import MODEL, OPTIM, RNG, VALUES, Manifest, StoredTensor
 from flashdist.checkpoint.names import ModelTensors
 from flashdist.checkpoint.reading import Reader, Source, read_plain
+from flashdist.checkpoint.rng import check_rng
 from flashdist.numerics.groups import group_layout
 from flashdist.optimizer import FlashOptimizer
 from flashdist.param_state import expected_entries
@@ -145,7 +146,10 @@ def _match_groups(saved: dict[str, Any], opt: torch.optim.Optimizer, names: Mode
                 settings = {k: v for k, v in settings.items() if k not in _OWN_SETTINGS}
             else:
                 settings = torch_settings(opt, group, settings, what)
-            opt._check_group({**group, **settings})
+            try:
+                opt._check_group({**group, **settings})
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{what}: {error}") from error
         plan.groups.append(settings)
 
 
@@ -241,9 +245,24 @@ def load_values(reader: Reader, key: str) -> Any:
     return from_json(value, {name: tensors[VALUES + name] for name in names})
 
 
-def scheduler_values(reader: Reader, live: dict[str, Any]) -> Any:
-    """``scheduler`` as it was saved, given what a scheduler of its kind keeps now: early releases saved a Counter as a
-    dict, which MultiStepLR cannot step with."""
+def scheduler_values(reader: Reader, scheduler: Any) -> Any:
+    """``scheduler`` as it was saved, for a live one. Early releases saved a Counter as a dict, which MultiStepLR cannot
+    step with: what the live one keeps now says what it must be.
+
+    Raises:
+        ValueError: no scheduler was saved, or one of another class.
+    """
+    manifest, live = reader.manifest, class_of(scheduler)
+    if manifest.values.get("scheduler") is None:
+        raise ValueError(
+            "the checkpoint holds no scheduler's state: it was saved without one. Load without `scheduler`"
+        )
+    saved = manifest.values.get("scheduler_class", live)
+    if saved != live:
+        raise ValueError(
+            f"the checkpoint holds the state of a scheduler of class {saved}, {live} was given: give one like that "
+            "which was saved, or load without `scheduler`"
+        )
 
     def mended(loaded: Any, kept: Any) -> Any:
         if type(loaded) is dict and isinstance(kept, Counter):
@@ -254,11 +273,17 @@ def scheduler_values(reader: Reader, live: dict[str, Any]) -> Any:
             return [mended(v, k) for v, k in zip(loaded, kept, strict=True)]
         return loaded
 
-    return mended(load_values(reader, "scheduler"), live)
+    return mended(load_values(reader, "scheduler"), scheduler.state_dict())
 
 
 def rng_states(reader: Reader, rank: int) -> dict[str, Tensor]:
-    """States of the generators of a rank, empty where the checkpoint has none for it."""
+    """States of the generators of a rank, empty where the checkpoint has none for it.
+
+    Raises:
+        ValueError: one of them is no state of its generator.
+    """
     prefix = f"{RNG}{rank}."
     found = read_plain(reader, [name for name in reader.tensors if name.startswith(prefix)])
-    return {name.removeprefix(prefix): state for name, state in found.items()}
+    states = {name.removeprefix(prefix): state for name, state in found.items()}
+    check_rng(states)
+    return states

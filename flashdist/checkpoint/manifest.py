@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from flashdist.checkpoint.jsonable import dtype_name, dtype_of
+from flashdist.checkpoint.jsonable import dtype_name, dtype_of, from_json, tensor_names
 from flashdist.checkpoint.ranks import CheckpointError
 from flashdist.checkpoint.shard_file import FileRecord
 
 FILE_NAME = "manifest.json"
 FORMAT = "flashdist-checkpoint"
 FORMAT_VERSION = 1
+# How the names of stored tensors begin.
+MODEL, OPTIM, RNG, VALUES = "model.", "optim.", "rng.", "values."
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its checksum does not fit")
     try:
         return _parse(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged or forged: {error!r}") from error
 
 
@@ -130,6 +132,7 @@ def _canonical(body: dict[str, Any]) -> bytes:
 
 
 def _parse(body: dict[str, Any]) -> Manifest:
+    _check_types(body)
     files = {name: FileRecord(**record) for name, record in body["files"].items()}
     for name in files:
         if Path(name).name != name:
@@ -147,7 +150,72 @@ def _parse(body: dict[str, Any]) -> Manifest:
         raise CheckpointError(f"the manifest has tensors in files without a checksum: {sorted(unlisted)}")
     for name, stored in tensors.items():
         _check_pieces(name, stored, files)
+    for first in body["aliases"].values():
+        if MODEL + first not in tensors:
+            raise ValueError(f"a further name of {first!r}, which it does not hold")
+    _check_optimizer(body["optimizer"])
+    for key in ("scheduler", "extra"):
+        value = body["values"].get(key)
+        # A trial: names of tensors that are not there, and marks around what they cannot hold.
+        from_json(value, {name: _placeholder(tensors, name) for name in tensor_names(value)})
     return Manifest(**{**body, "files": files, "tensors": tensors})
+
+
+def _placeholder(tensors: dict[str, StoredTensor], name: str) -> torch.Tensor:
+    if VALUES + name not in tensors:
+        raise KeyError(VALUES + name)
+    return torch.empty(0)
+
+
+def _check_types(body: dict[str, Any]) -> None:
+    """TypeError unless each part of the body is of the JSON type that flashdist writes."""
+    _require("world_size", body["world_size"], int)
+    for key in ("strategy", "created"):
+        _require(key, body[key], str)
+    for key, kind in (("versions", str), ("bytes_by_kind", int), ("aliases", str), ("files", dict), ("tensors", dict)):
+        _require(key, body[key], dict)
+        for name, value in body[key].items():
+            _require(f"{key}[{name!r}]", value, kind)
+    for name, record in body["files"].items():
+        _require(f"bytes of {name}", record["bytes"], int)
+        _require(f"sha256 of {name}", record["sha256"], str)
+    for name, stored in body["tensors"].items():
+        _require_sizes(f"shape of {name}", stored["shape"])
+        for piece in stored["pieces"]:
+            _require(f"file of {name}", piece["file"], str)
+            _require(f"start of {name}", piece["start"], int)
+            _require_sizes(f"offsets of {name}", piece["offsets"])
+            _require_sizes(f"sizes of {name}", piece["sizes"])
+    _require("values", body["values"], dict)
+    _require("values['scheduler_class']", body["values"].get("scheduler_class", ""), str)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is None:
+        return
+    _require("optimizer", optimizer, dict)
+    _require("optimizer's class", optimizer.get("class", ""), str)
+    _require("optimizer's kind", optimizer["flashdist"], bool)
+    _require("param groups", optimizer["param_groups"], list)
+    for i, group in enumerate(optimizer["param_groups"]):
+        _require(f"param group {i}", group, dict)
+        _require(f"params of param group {i}", group["params"], list)
+        for name in group["params"]:
+            _require(f"a parameter of param group {i}", name, str)
+        from_json({k: v for k, v in group.items() if k != "params"}, {})
+
+
+def _require(what: str, value: Any, kind: type) -> None:
+    if type(value) is not kind:
+        raise TypeError(f"{what} must be of type {kind.__name__}, it is {value!r}"[:300])
+
+
+def _require_sizes(what: str, value: Any) -> None:
+    _require(what, value, list)
+    for size in value:
+        _require(what, size, int)
+        if size < 0 or size >= 1 << 63:
+            raise ValueError(f"{what} has {size}")
 
 
 def _check_pieces(name: str, stored: StoredTensor, files: dict[str, FileRecord]) -> None:

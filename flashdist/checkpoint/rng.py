@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,44 @@ def rng_tensors() -> dict[str, Tensor]:
     return states
 
 
+def check_rng(states: dict[str, Tensor]) -> None:
+    """ValueError unless :func:`set_rng` will take the states, naming the one that it would not. Nothing is set."""
+    if "torch" in states:
+        _try("torch", lambda: torch.Generator().set_state(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        _try("cuda", lambda: torch.Generator("cuda").set_state(states["cuda"]))
+    if "python" in states:
+        _try("python", lambda: random.Random().setstate(_python_state(states)))
+    numpy = sys.modules.get("numpy")
+    if "numpy" in states and numpy is not None:
+        _try("numpy", lambda: numpy.random.RandomState().set_state(_numpy_state(states)))
+
+
+def _try(name: str, put: Callable[[], object]) -> None:
+    try:
+        put()
+    except (ValueError, TypeError, RuntimeError, OverflowError, IndexError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"the checkpoint's random state {name!r} is none ({reason}): nothing was loaded") from error
+
+
+def _python_state(states: dict[str, Tensor]) -> tuple[int, tuple[int, ...], float | None]:
+    version, *words = states["python"].tolist()
+    gauss = states["python_gauss"].tolist()
+    return version, tuple(words), float(gauss[0]) if gauss else None
+
+
+def _numpy_state(states: dict[str, Tensor]) -> tuple[str, Any, int, int, float]:
+    *keys, position, has_gauss = states["numpy"].tolist()
+    return (
+        "MT19937",
+        sys.modules["numpy"].array(keys, dtype="uint32"),
+        position,
+        has_gauss,
+        float(states["numpy_gauss"]),
+    )
+
+
 def set_rng(states: dict[str, Tensor]) -> None:
     """Put back what :func:`rng_tensors` gave; generators without a state in it stay as they are."""
     if "torch" in states:
@@ -38,11 +78,7 @@ def set_rng(states: dict[str, Tensor]) -> None:
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     if "python" in states:
-        version, *words = states["python"].tolist()
-        gauss = states["python_gauss"].tolist()
-        random.setstate((version, tuple(words), gauss[0] if gauss else None))
+        random.setstate(_python_state(states))
     numpy = sys.modules.get("numpy")
     if "numpy" in states and numpy is not None:
-        *keys, position, has_gauss = states["numpy"].tolist()
-        cached = float(states["numpy_gauss"])
-        numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+        numpy.random.set_state(_numpy_state(states))

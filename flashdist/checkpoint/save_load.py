@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,26 +133,17 @@ def load(path: PathLike, model: nn.Module, opt: torch.optim.Optimizer | None, *,
     with ranks.together():
         manifest = read_manifest(folder)
         check_files(folder, manifest, ranks.rank, ranks.size)
-    with ranks.together():
+    with ranks.together(), _still_readable(folder, "nothing was loaded"):
         plan = plan_load(manifest, model, opt)
         reader = Reader(folder, manifest)
-        scheduler_state = None if scheduler is None else scheduler_values(reader, scheduler.state_dict())
+        scheduler_state = None if scheduler is None else scheduler_values(reader, scheduler)
         extra = load_values(reader, "extra")
-        if scheduler is not None and scheduler_state is None:
-            raise ValueError(
-                "the checkpoint holds no scheduler's state: it was saved without one. Load without `scheduler`"
-            )
-    with ranks.together():
-        try:
-            execute(plan, reader, opt)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(
-                f"{folder} could no longer be read after it had been checked ({error}): the model and the optimizer "
-                "are partly overwritten. Load again before going on."
-            ) from error
+        generators = rng_states(reader, ranks.rank)
+    partly = "the model and the optimizer are partly overwritten. Load again before going on"
+    with ranks.together(), _still_readable(folder, partly):
+        execute(plan, reader, opt)
         if scheduler is not None:
             scheduler.load_state_dict(scheduler_state)
-        generators = rng_states(reader, ranks.rank)
         if not generators:
             logger.warning(
                 "the checkpoint has no random state for rank %d: its generators stay as they are", ranks.rank
@@ -172,6 +165,16 @@ def verify(path: PathLike) -> Manifest:
         CheckpointError: naming what is missing, truncated or damaged.
     """
     return open_checkpoint(find(_absolute(path)))
+
+
+@contextmanager
+def _still_readable(folder: Path, consequence: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise CheckpointError(
+            f"{folder} could no longer be read after it had been checked ({error}): {consequence}"
+        ) from error
 
 
 def _absolute(path: PathLike) -> Path:

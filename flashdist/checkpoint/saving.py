@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor, Replicate
 
-from flashdist.checkpoint.contents import MODEL, OPTIM, RNG, collect
+from flashdist.checkpoint.contents import collect
 from flashdist.checkpoint.folder import SavingFolder, check_mark, saving_folder
-from flashdist.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, StoredTensor
+from flashdist.checkpoint.manifest import FILE_NAME, MODEL, OPTIM, RNG, Manifest, StoredPiece, StoredTensor
 from flashdist.checkpoint.ranks import Ranks
 from flashdist.checkpoint.shard_file import DTYPES, FileRecord, Piece, nbytes, write_shard
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashdist.checkpoint.contents import MODEL, OPTIM, state_name
+from flashdist.checkpoint.contents import state_name
 from flashdist.checkpoint.folder import find
 from flashdist.checkpoint.jsonable import from_json
+from flashdist.checkpoint.manifest import MODEL, OPTIM
 from flashdist.checkpoint.reading import Reader, open_checkpoint, read_plain
 from flashdist.convert.contents import MOMENTS, SETTINGS, AdamState, Contents, Item
 from flashdist.numerics.groups import GroupLayout, group_layout

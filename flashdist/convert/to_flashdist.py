@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from flashdist.algorithms import FlashAdamW
-from flashdist.checkpoint.contents import MODEL, state_name
+from flashdist.checkpoint.contents import state_name
 from flashdist.checkpoint.jsonable import to_json
-from flashdist.checkpoint.manifest import FILE_NAME, Manifest, StoredPiece, StoredTensor
+from flashdist.checkpoint.manifest import FILE_NAME, MODEL, Manifest, StoredPiece, StoredTensor
 from flashdist.checkpoint.saving import bytes_by_kind
 from flashdist.checkpoint.shard_file import Piece, file_record, shard_header, view_bytes
 from flashdist.convert.contents import MOMENTS, Contents, Item, wide

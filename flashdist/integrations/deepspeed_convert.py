@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashdist.checkpoint.contents import MODEL, state_name
+from flashdist.checkpoint.contents import state_name
 from flashdist.checkpoint.folder import find
 from flashdist.checkpoint.jsonable import from_json
 from flashdist.checkpoint.loading import load_values
+from flashdist.checkpoint.manifest import MODEL
 from flashdist.checkpoint.names import ModelTensors
 from flashdist.checkpoint.reading import Reader, open_checkpoint, read_plain
 from flashdist.integrations.deepspeed_checkpoint import PAYLOAD, unpack
 from flashdist.integrations.deepspeed_layout import cut
-from flashdist.integrations.deepspeed_load import OPTIMIZER, load_groups, rank_files, read_codes
+from flashdist.integrations.deepspeed_load import OPTIMIZER, check_groups, rank_files, read_codes
 from flashdist.integrations.deepspeed_packed import Packed, pack
 from flashdist.integrations.deepspeed_reshard import fill, fill_segment
 from flashdist.integrations.deepspeed_state import FlatStepping
@@ -34,6 +35,7 @@ from flashdist.numerics.groups import GroupLayout, group_layout
 from flashdist.numerics.rules import Rule
 from flashdist.numerics.state_format import ERROR, SCALE_SUFFIX, STEP, decode_moment, encode_moment
 from flashdist.optimizer import FlashOptimizer
+from flashdist.state_loading import set_groups
 
 logger = logging.getLogger(__name__)
 PathLike = str | os.PathLike[str]
@@ -69,6 +71,7 @@ def load_zero_checkpoint(folder: PathLike, model: nn.Module, opt: FlashOptimizer
     if not saved or any(PAYLOAD not in part for part in saved):
         raise ValueError(f"{folder} holds no ZeRO checkpoint that was saved under a flashdist optimizer")
     sources = [unpack(partition) for part in saved for partition in part[PAYLOAD]]
+    groups = check_groups(opt, (saved[0].get("base_optimizer_state") or saved[0][OPTIMIZER])["param_groups"])
     names = ModelTensors(model)
     anew: list[str] = []
     for index, group in enumerate(opt.param_groups):
@@ -81,7 +84,7 @@ def load_zero_checkpoint(folder: PathLike, model: nn.Module, opt: FlashOptimizer
             p.copy_(packed.weight.view(p.shape))
             opt._state_of(p, index)
             _put_state(opt.state[p], packed, group_layout(p.shape))
-    load_groups(opt, (saved[0].get("base_optimizer_state") or saved[0][OPTIMIZER])["param_groups"])
+    set_groups(opt.param_groups, groups)
     _report(anew)
 
 
@@ -134,10 +137,11 @@ def load_flashdist_checkpoint(engine: Any, path: PathLike) -> Any:
     wanted = type(opt).__name__
     if described.get("class") != wanted:
         raise ValueError(f"the checkpoint is of the optimizer {described.get('class')}, this is {wanted}")
+    groups = check_groups(opt, [from_json(group, {}) for group in described["param_groups"]])
     if hasattr(zero, "checkpoint_event_prologue"):
         zero.checkpoint_event_prologue()
     stepped = _fill_partitions(opt, reader)
-    load_groups(opt, [from_json(group, {}) for group in described["param_groups"]])
+    set_groups(opt.param_groups, groups)
     _load_rest(engine, reader, stepped)
     for partition in opt.partitions.values():
         partition.trust()

@@ -17,6 +17,7 @@ from flashdist.integrations.deepspeed_packed import Packed
 from flashdist.integrations.deepspeed_reshard import covered, fill
 from flashdist.integrations.deepspeed_state import FlatStepping
 from flashdist.optimizer import FlashOptimizer
+from flashdist.state_loading import VERSION_KEY, own_settings, set_groups, torch_settings
 
 # Under which name DeepSpeed's tools keep a moment that has another name in torch.
 UNIVERSAL_NAMES = {"momentum_buffer": "exp_avg"}
@@ -49,8 +50,9 @@ def load_folder(zero: Any, folder: str) -> bool:
     opt: FlatStepping = zero.optimizer
     rank = dist.get_rank(zero.dp_process_group)
     own = read_codes(files[rank] if rank < len(files) else files[0])
+    groups = check_groups(opt, _groups_of(own))
     if PAYLOAD not in own:
-        _load_dense(zero, _read_dense(files, rank))
+        _load_dense(zero, _read_dense(files, rank), groups)
         return True
     targets = opt.states()
     sources = [unpack(saved) for saved in own[PAYLOAD]]
@@ -64,7 +66,7 @@ def load_folder(zero: Any, folder: str) -> bool:
         for target in targets:
             for name, count in fill(target, everything).items():
                 anew[name] = anew.get(name, 0) + count
-    _finish(zero, own)
+    _finish(zero, own, groups)
     _report(zero, anew)
     return True
 
@@ -104,11 +106,18 @@ def read_codes(file: str) -> dict[str, Any]:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False)[OPTIMIZER]
 
 
-def _finish(zero: Any, saved: dict[str, Any]) -> None:
+def _groups_of(saved: dict[str, Any]) -> Sequence[dict[str, Any]]:
+    base = saved.get("base_optimizer_state")
+    if isinstance(base, list):
+        raise ValueError("the ZeRO checkpoint is an elastic one: convert it with DeepSpeed's ds_to_universal.py")
+    found: Sequence[dict[str, Any]] = (base or saved[OPTIMIZER])["param_groups"]
+    return found
+
+
+def _finish(zero: Any, saved: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """Hyperparameters and DeepSpeed's own few values, once the partitions are filled."""
     opt: FlatStepping = zero.optimizer
-    groups = (saved.get("base_optimizer_state") or saved[OPTIMIZER])["param_groups"]
-    load_groups(opt, groups)
+    set_groups(opt.param_groups, groups)
     for partition in opt.partitions.values():
         partition.trust()
     load = getattr(zero, "_load_global_state", None) or getattr(zero, "_load_global_state_stage3", None)
@@ -117,14 +126,22 @@ def _finish(zero: Any, saved: dict[str, Any]) -> None:
     zero._weights_loaded()
 
 
-def load_groups(opt: FlashOptimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Take over the hyperparameters of saved param groups."""
+def check_groups(opt: FlashOptimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hyperparameters that each param group takes from saved ones. Nothing is changed.
+
+    Raises:
+        ValueError: another number of groups, a value out of range, or groups of another kind of optimizer.
+    """
     if len(groups) != len(opt.param_groups):
         raise ValueError(f"the checkpoint has {len(groups)} param groups, this optimizer {len(opt.param_groups)}")
-    for group, saved in zip(opt.param_groups, groups, strict=True):
-        known = {k: v for k, v in saved.items() if k in group and k != "params"}
-        opt._check_group({**group, **known})
-        group.update(known)
+    taken = []
+    for i, (group, saved) in enumerate(zip(opt.param_groups, groups, strict=True)):
+        what = f"param group {i} of the checkpoint"
+        ours = VERSION_KEY in saved
+        settings = own_settings(opt, saved, what) if ours else torch_settings(opt, group, saved, what)
+        taken.append({k: v for k, v in settings.items() if k in group})
+        opt._check_group({**group, **taken[-1]})
+    return taken
 
 
 def _report(zero: Any, anew: dict[str, int]) -> None:
@@ -150,7 +167,7 @@ def _read_dense(files: Sequence[str], rank: int) -> dict[str, Any]:
     return torch.load(files[rank], map_location="cpu", mmap=True, weights_only=False)[OPTIMIZER]
 
 
-def _load_dense(zero: Any, saved: dict[str, Any]) -> None:
+def _load_dense(zero: Any, saved: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
     """A checkpoint of torch's counterpart of this optimizer under the same ZeRO stage and number of ranks."""
     opt: FlatStepping = zero.optimizer
     base = saved.get("base_optimizer_state") or saved[OPTIMIZER]
@@ -168,7 +185,7 @@ def _load_dense(zero: Any, saved: dict[str, Any]) -> None:
             packed.write(0, state[key].view(-1)[: packed.weight.numel()], key)
         packed.steps.fill_(float(state.get("step", 0)))
     log("the checkpoint was saved by another optimizer: its fp32 moments were encoded, its weights split")
-    _finish(zero, saved)
+    _finish(zero, saved, groups)
 
 
 def _check_dense(packed: Packed, state: dict[str, Any], master: Tensor) -> None:
@@ -190,6 +207,7 @@ def load_universal(zero: Any, folder: str) -> None:
     opt: FlatStepping = zero.optimizer
     folder = os.path.join(folder, "zero")
     common = torch.load(os.path.join(folder, "optimizer_state.pt"), map_location="cpu", weights_only=False)
+    groups = check_groups(opt, common.get("param_groups") or common[OPTIMIZER]["param_groups"])
     # Stage 3 has the step count of all parameters here, stages 1 and 2 beside each parameter.
     first = (common.get(OPTIMIZER) or {}).get("state", {}).get(0, {})
     for packed in opt.states():
@@ -203,8 +221,7 @@ def load_universal(zero: Any, folder: str) -> None:
             step = torch.load(step_file, weights_only=False) if os.path.exists(step_file) else first.get("step", 0)
             packed.steps[i].fill_(float(step))
     log("all moments were encoded anew from a universal checkpoint")
-    groups = common.get("param_groups") or common[OPTIMIZER]["param_groups"]
-    _finish(zero, {**common, OPTIMIZER: {"param_groups": groups}, "base_optimizer_state": None})
+    _finish(zero, common, groups)
 
 
 def _universal(folder: str, key: str, numel: int) -> Tensor:

@@ -13,8 +13,9 @@ from flashdist.numerics.rules import Rule
 from flashdist.numerics.weight_split import CORRECTION_DTYPES, SPLIT_DTYPES
 
 STEP, ERROR, SCALE_SUFFIX = "step", "error", "_scale"
-_CODES = (companding.MOMENTUM_CODE_DTYPE, companding.VARIANCE_CODE_DTYPE)
-_SCALES = (companding.MOMENTUM_SCALE_DTYPE, companding.VARIANCE_SCALE_DTYPE)
+# Of the momentum and the variance.
+MOMENT_CODE_DTYPES = (companding.MOMENTUM_CODE_DTYPE, companding.VARIANCE_CODE_DTYPE)
+MOMENT_SCALE_DTYPES = (companding.MOMENTUM_SCALE_DTYPE, companding.VARIANCE_SCALE_DTYPE)
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def state_format(
         entries.append(Entry(ERROR, correction, layout.shape))
     for i, name in enumerate(rule.moments):
         if quantize and layout.grouped:
-            entries.append(Entry(name, _CODES[i], layout.shape))
-            entries.append(Entry(name + SCALE_SUFFIX, _SCALES[i], layout.scale_shape))
+            entries.append(Entry(name, MOMENT_CODE_DTYPES[i], layout.shape))
+            entries.append(Entry(name + SCALE_SUFFIX, MOMENT_SCALE_DTYPES[i], layout.scale_shape))
         else:
             entries.append(Entry(name, torch.float32, layout.shape))
     return entries
@@ -55,7 +56,9 @@ def state_format(
 def encode_moment(place: int, dense: Tensor, layout: GroupLayout) -> tuple[Tensor, Tensor]:
     """Dense fp32 momentum (place 0) or variance (place 1) of ``layout.shape`` -> codes and scales in that layout."""
     if layout.numel == 0:
-        return dense.to(_CODES[place]), dense.new_zeros(layout.scale_shape, dtype=_SCALES[place])
+        return dense.to(MOMENT_CODE_DTYPES[place]), dense.new_zeros(
+            layout.scale_shape, dtype=MOMENT_SCALE_DTYPES[place]
+        )
     groups = to_groups(dense.to(torch.float32).reshape(-1, layout.row))
     codes, scales = companding.encode_variance(groups) if place == 1 else companding.encode_momentum(groups)
     codes = from_groups(codes, layout.numel // layout.row, layout.row)

@@ -124,9 +124,23 @@ def test_a_planted_pickle_is_never_executed(saved, name):
 def test_a_disk_that_fails_between_check_and_reading_says_what_state_things_are_in(saved, monkeypatch):
     from flashdist.checkpoint import reading
 
-    def broken(*_):
-        raise OSError(5, "Input/output error")
+    whole, reads, broken_from = reading.read_box, [], 1 << 30
 
-    monkeypatch.setattr(reading, "read_box", broken)
+    def read_box(*args):
+        reads.append(args)
+        if len(reads) >= broken_from:
+            raise OSError(5, "Input/output error")
+        whole(*args)
+
+    monkeypatch.setattr(reading, "read_box", read_box)
+    checkpoint.load(saved, *make(5))
+    broken_from = len(reads)
+    reads.clear()
     with pytest.raises(CheckpointError, match=r"Input/output error.*partly overwritten"):
         checkpoint.load(saved, *make(5))
+    broken_from = 1
+    model, opt = make(5)
+    before = snapshot(model, opt)
+    with pytest.raises(CheckpointError, match=r"Input/output error.*nothing was loaded"):
+        checkpoint.load(saved, model, opt)
+    assert all(map(torch.equal, before, snapshot(model, opt)))

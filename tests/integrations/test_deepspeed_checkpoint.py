@@ -234,6 +234,24 @@ def test_a_checkpoint_of_torchs_adamw(stage, tmp_path):
         assert found["decay"] == 0.01
 
 
+def into_another_kind(rank: int, world: int, folder: str) -> Any:
+    """FlashAdam's files, whose weight decay is L2, into FlashAdamW: refused before any state is changed."""
+    with deepspeed_on_this_group() as deepspeed:
+        one = make(deepspeed, settings(2, "FlashAdam"))
+        train(one, 2)
+        one.save_checkpoint(folder, tag="t")
+        two = make(deepspeed, settings(2), seed=7)
+        before = snapshot(two)
+        with pytest.raises(ValueError, match="which its optimizer adds to the gradient"):
+            two.load_checkpoint(folder, tag="t")
+        # DeepSpeed itself has put the checkpoint's bf16 weights into the model before it asks the optimizer.
+        return all(torch.equal(before[name]["exp_avg"], found["exp_avg"]) for name, found in snapshot(two).items())
+
+
+def test_weight_decay_of_another_kind_is_refused(tmp_path):
+    assert run_ranks(into_another_kind, 2, str(tmp_path)) == [True, True]
+
+
 def test_files_of_an_earlier_save_on_more_ranks_are_left_alone(tmp_path):
     run_ranks(save_some, 3, 2, str(tmp_path))
     before, _, _ = run_ranks(save_some, 2, 2, str(tmp_path))[0]
