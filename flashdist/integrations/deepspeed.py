@@ -14,6 +14,8 @@ below acts on engines whose optimizer is one of ours and on nothing else, is mad
 5. ``DeepSpeedEngine._load_zero_checkpoint``: our files are read as codes, and for any number of ranks.
 6. ``DeepSpeedEngine._get_all_ckpt_names``: stage 3 finds a model file also for a rank that was not there when it was
    saved.
+7. ``DeepSpeedEngine._save_checkpoint`` and ``_load_checkpoint``, only in releases before 0.18.5: optimizer states at
+   stage 0, which those leave out (``deepspeed_releases.py``).
 
 Where DeepSpeed's internals have changed (another signature, buffers that lie elsewhere), the ZeRO stages fall back to
 DeepSpeed's own bf16 clone with a warning that says what that costs (``deepspeed_fallback.py``).
@@ -36,12 +38,12 @@ from typing import Any
 import torch
 
 from flashdist.algorithms import FlashAdam, FlashAdamW, FlashLion, FlashSGD, FlashSGDW
+from flashdist.integrations import deepspeed_releases as releases
 from flashdist.optimizer import FlashOptimizer
 
 OPTIMIZERS: tuple[type[FlashOptimizer], ...] = (FlashAdamW, FlashAdam, FlashLion, FlashSGD, FlashSGDW)
-MINIMUM = (0, 18, 3)
 ENGINE = "deepspeed.runtime.engine"
-# The methods that are replaced, with the parameters they must have.
+# The methods that are replaced in every release, with the parameters they must have.
 SIGNATURES = {
     "_do_optimizer_sanity_check": ["self", "basic_optimizer"],
     "_configure_zero_optimizer": ["self", "optimizer"],
@@ -76,7 +78,7 @@ def uninstall() -> None:
     if module is None:
         return
     engine = module.DeepSpeedEngine
-    for name in SIGNATURES:
+    for name in _replacements():
         replaced = vars(engine).get(name)
         if hasattr(replaced, "_flashdist_original"):
             setattr(engine, name, replaced._flashdist_original)
@@ -114,7 +116,18 @@ def _change_deepspeed() -> None:
     module = _engine_module()
     assert module is not None
     supported = importlib.import_module("deepspeed.runtime.zero.utils").ZERO_SUPPORTED_OPTIMIZERS
-    supported.extend(cls for cls in OPTIMIZERS if cls not in supported)
+    if hasattr(module.DeepSpeedEngine, "_do_optimizer_sanity_check"):
+        # Without the check that refuses what cannot be right, DeepSpeed's own "untested optimizer" is what users see.
+        supported.extend(cls for cls in OPTIMIZERS if cls not in supported)
+    for name, replacement in _replacements().items():
+        original = vars(module.DeepSpeedEngine).get(name)
+        if original is not None and not hasattr(original, "_flashdist_original"):
+            changed: Any = replacement(original)
+            changed._flashdist_original = original
+            setattr(module.DeepSpeedEngine, name, changed)
+
+
+def _replacements() -> dict[str, Callable[[Method], Method]]:
     replacements: dict[str, Callable[[Method], Method]] = {
         "_do_optimizer_sanity_check": _checked,
         "_configure_zero_optimizer": _without_copy,
@@ -122,12 +135,9 @@ def _change_deepspeed() -> None:
         "_load_zero_checkpoint": _reading_codes,
         "_get_all_ckpt_names": _finding_a_model_file,
     }
-    for name, replacement in replacements.items():
-        original = vars(module.DeepSpeedEngine).get(name)
-        if original is not None and not hasattr(original, "_flashdist_original"):
-            changed: Any = replacement(original)
-            changed._flashdist_original = original
-            setattr(module.DeepSpeedEngine, name, changed)
+    if releases.version() < releases.SAVES_STAGE_0:
+        replacements |= dict.fromkeys(("_save_checkpoint", "_load_checkpoint"), releases.with_stage_0_states)
+    return replacements
 
 
 def changed_internals(engine_class: type) -> list[str]:
@@ -145,14 +155,15 @@ def _is_ours(engine: Any) -> bool:
     return isinstance(getattr(engine, "basic_optimizer", None), FlashOptimizer)
 
 
+# Arguments that a later release may add are handed on: for optimizers that are not ours nothing may change.
 def _checked(original: Method) -> Method:
-    def _do_optimizer_sanity_check(self: Any, basic_optimizer: Any) -> Any:
+    def _do_optimizer_sanity_check(self: Any, basic_optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(basic_optimizer, FlashOptimizer):
-            return original(self, basic_optimizer)
+            return original(self, basic_optimizer, *args, **kwargs)
         from flashdist.integrations.deepspeed_refusals import refuse
 
-        refuse(self, basic_optimizer, MINIMUM)
-        wrapper = original(self, basic_optimizer)
+        refuse(self, basic_optimizer, releases.MINIMUM)
+        wrapper = original(self, basic_optimizer, *args, **kwargs)
         module = sys.modules[ENGINE]
         return module.ZERO_OPTIMIZATION if wrapper == module.BFLOAT16 and self.zero_optimization() else wrapper
 
@@ -160,22 +171,25 @@ def _checked(original: Method) -> Method:
 
 
 def _without_copy(original: Method) -> Method:
-    def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+    def _configure_zero_optimizer(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(optimizer, FlashOptimizer):
-            return original(self, optimizer)
+            return original(self, optimizer, *args, **kwargs)
         from flashdist.integrations.deepspeed_fallback import use_clones
         from flashdist.integrations.deepspeed_layout import LayoutError
         from flashdist.integrations.deepspeed_zero import take_over
 
         with _bf16_partitions(self._config.bfloat16_config):
-            zero = original(self, optimizer)
-        changed = changed_internals(type(self))
+            zero = original(self, optimizer, *args, **kwargs)
+        changed, stage = changed_internals(type(self)), int(self.zero_optimization_stage())
+        wanted = self._config.bfloat16_config.check_grad_overflow
         try:
             if changed:
                 raise LayoutError(f"changed: {', '.join(changed)}")
-            take_over(zero, optimizer)
+            take_over(zero, optimizer, releases.must_look_for_overflow(stage, wanted))
         except LayoutError as error:
-            warnings.warn(use_clones(optimizer, self.zero_optimization_stage(), error), stacklevel=2)
+            warnings.warn(use_clones(optimizer, stage, error), stacklevel=2)
+        if early := releases.gathers_too_early(stage, self.device.type, self.dp_world_size):
+            warnings.warn(early, stacklevel=2)
         return zero
 
     return _configure_zero_optimizer
@@ -193,9 +207,9 @@ def _bf16_partitions(config: Any) -> Iterator[None]:
 
 
 def _stage0(original: Method) -> Method:
-    def _configure_fp16_optimizer(self: Any, optimizer: Any, low_precision_dtype: Any) -> Any:
+    def _configure_fp16_optimizer(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(optimizer, FlashOptimizer):
-            return original(self, optimizer, low_precision_dtype)
+            return original(self, optimizer, *args, **kwargs)
         from flashdist.integrations.deepspeed_stage0 import Stage0Optimizer
 
         return Stage0Optimizer(
@@ -206,11 +220,11 @@ def _stage0(original: Method) -> Method:
 
 
 def _reading_codes(original: Method) -> Method:
-    def _load_zero_checkpoint(self: Any, load_dir: str, tag: str, load_optimizer_states: bool = True) -> Any:
+    def _load_zero_checkpoint(self: Any, load_dir: str, tag: str, *args: Any, **kwargs: Any) -> Any:
         from flashdist.integrations.deepspeed_state import FlatStepping
 
         if not isinstance(self.basic_optimizer, FlatStepping) or self.load_universal_checkpoint():
-            return original(self, load_dir, tag, load_optimizer_states)
+            return original(self, load_dir, tag, *args, **kwargs)
         from flashdist.integrations.deepspeed_load import load_folder
 
         return load_folder(self.optimizer, f"{load_dir}/{tag}")
@@ -219,8 +233,8 @@ def _reading_codes(original: Method) -> Method:
 
 
 def _finding_a_model_file(original: Method) -> Method:
-    def _get_all_ckpt_names(self: Any, checkpoints_path: str, tag: str) -> Any:
-        found = original(self, checkpoints_path, tag)
+    def _get_all_ckpt_names(self: Any, checkpoints_path: str, tag: str, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, checkpoints_path, tag, *args, **kwargs)
         if found or not _is_ours(self) or not self.zero_optimization_partition_weights():
             return found
         # Stage 3 saves a file a rank; what is read from it is alike in all of them.

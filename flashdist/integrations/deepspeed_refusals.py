@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from flashdist.integrations.deepspeed_releases import version
 from flashdist.optimizer import FlashOptimizer
-
-
-def version() -> tuple[int, ...]:
-    """The running DeepSpeed's version."""
-    from deepspeed.git_version_info import version as text
-
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
 def refuse(engine: Any, opt: FlashOptimizer, minimum: tuple[int, int, int]) -> None:
@@ -28,6 +21,12 @@ def refuse(engine: Any, opt: FlashOptimizer, minimum: tuple[int, int, int]) -> N
     if found < minimum:
         needed, got = ".".join(map(str, minimum)), ".".join(map(str, found))
         raise ValueError(f"{_name(opt)} needs DeepSpeed {needed} or newer, this is {got}: pip install -U deepspeed")
+    hook = "_configure_zero_optimizer" if engine.zero_optimization() else "_configure_fp16_optimizer"
+    if not hasattr(type(engine), hook):
+        raise ValueError(
+            f"this release of flashdist does not know DeepSpeed {'.'.join(map(str, found))}, whose engine has no "
+            f"{hook}: take a release that is named in docs/deepspeed.md, or a newer flashdist"
+        )
     for setting, why in _reasons(engine):
         raise ValueError(f"{_name(opt)} under DeepSpeed: {setting} is not supported: {why}")
     if opt.state:

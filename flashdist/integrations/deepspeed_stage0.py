@@ -38,18 +38,6 @@ class Stage0Optimizer(DeepSpeedOptimizer):  # type: ignore[misc]
         return self.optimizer.param_groups
 
     @property
-    def fp16_groups(self) -> Any:
-        """What DeepSpeed 0.18 asks for when it saves, and then leaves the optimizer's states out.
-
-        Raises:
-            RuntimeError: always; a checkpoint without states would be resumed from without a word.
-        """
-        raise RuntimeError(
-            "this DeepSpeed leaves optimizer states out of checkpoints at ZeRO stage 0 with bf16: save by "
-            "flashdist.checkpoint.save(path, engine.module, engine.basic_optimizer), use stage 1, or a newer DeepSpeed"
-        )
-
-    @property
     def state(self) -> Any:
         return self.optimizer.state
 
@@ -93,8 +81,18 @@ class Stage0Optimizer(DeepSpeedOptimizer):  # type: ignore[misc]
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        """Load the states, or (with ``load_optimizer_states=False``) only take notice that weights were replaced."""
-        if load_optimizer_states:
-            self.optimizer.load_state_dict(state_dict)
-        else:
+        """Load the states, or (with ``load_optimizer_states=False``) only take notice that weights were replaced.
+
+        Raises:
+            ValueError: the checkpoint has no states, or those of another optimizer.
+        """
+        if not load_optimizer_states:
             self.refresh_fp32_params()
+        elif not state_dict or "param_groups" not in state_dict:
+            found = "another optimizer's states" if state_dict else "no optimizer states"
+            raise ValueError(
+                f"the checkpoint of ZeRO stage 0 has {found}: call engine.load_checkpoint(..., "
+                "load_optimizer_states=False) to go on from its weights with new states"
+            )
+        else:
+            self.optimizer.load_state_dict(state_dict)

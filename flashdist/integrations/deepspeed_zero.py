@@ -161,6 +161,20 @@ class AliasingZero3(AliasingZero):
     grad_position: dict[int, tuple[int, int, int]]
     persistent_parameters: list[Any]
     get_param_id: Callable[[Tensor], int]
+    check_overflow: Callable[[], None]
+    _overflow_clean_up: Callable[[float], None]
+    # Set where DeepSpeed does not look for an overflow of bf16 gradients though it was told to.
+    look_for_overflow: bool
+    overflow: bool
+
+    def _overflow_check_and_loss_scale_update(self, *args: Any, **kwargs: Any) -> bool:
+        if not self.look_for_overflow:
+            return super()._overflow_check_and_loss_scale_update(*args, **kwargs)  # type: ignore[misc]
+        self.check_overflow()
+        if self.overflow:
+            # The loss scale of bf16 is 1 and stays so: there is nothing else to update.
+            self._overflow_clean_up(self.loss_scale)
+        return self.overflow
 
     def _lean_sizes(self) -> list[int]:
         return [flat.numel() for flat in self.fp32_partitioned_groups_flat]
@@ -217,8 +231,13 @@ class AliasingZero3(AliasingZero):
         self.set_local_hp_param(padded[rank * length : (rank + 1) * length], param, optim_state_key)
 
 
-def take_over(zero: Any, opt: FlashOptimizer) -> None:
+def take_over(zero: Any, opt: FlashOptimizer, look_for_overflow: bool = False) -> None:
     """Give a ZeRO optimizer that was built with bf16 flat partitions the model's own memory for them.
+
+    Args:
+        zero: DeepSpeed's.
+        opt: steps the partitions.
+        look_for_overflow: at stage 3, look for an overflow before a step, because this DeepSpeed does not.
 
     Raises:
         LayoutError: where DeepSpeed's buffers are not what they are expected to be; nothing has been changed then.
@@ -235,7 +254,9 @@ def take_over(zero: Any, opt: FlashOptimizer) -> None:
     kind = type(zero)
     ours = AliasingZero3 if stage3 else AliasingZero12
     zero.__class__ = type(kind.__name__, (ours, kind), {"__doc__": kind.__doc__, "__module__": __name__})
-    if not stage3:
+    if stage3:
+        zero.look_for_overflow = look_for_overflow
+    else:
         zero._link_all_hp_params()
 
 

@@ -51,17 +51,17 @@ def states_of(engine: Any) -> list[dict[str, torch.Tensor]]:
     return [{k: v.clone() for k, v in state.items()} for state in engine.basic_optimizer.state.values()]
 
 
-def round_trip(rank: int, world: int, stage: int, folder: str) -> dict[str, Any]:
+def round_trip(rank: int, world: int, stage: int, folder: str, optimizer: str) -> dict[str, Any]:
     """Save after 5 steps, load into another engine, train both on."""
     scheduler = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 3e-3}}}
     with deepspeed_on_this_group() as deepspeed:
-        one = make(deepspeed, settings(stage, **scheduler), groups=two_groups)
+        one = make(deepspeed, settings(stage, optimizer, **scheduler), groups=two_groups)
         train(one, 5)
         one.save_checkpoint(folder, tag="t")
         saved, whole = states_of(one), weights(deepspeed, one)
         unbroken = train(one, 5, first=5)
 
-        two = make(deepspeed, settings(stage, **scheduler), groups=two_groups, seed=7)
+        two = make(deepspeed, settings(stage, optimizer, **scheduler), groups=two_groups, seed=7)
         train(two, 2)
         two.load_checkpoint(folder, tag="t")
         found = weights(deepspeed, two)
@@ -83,11 +83,16 @@ def make_lr(engine: Any) -> list[float]:
     return [group["lr"] for group in engine.basic_optimizer.param_groups]
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3), (3, 3)])
-def test_round_trip(stage, world, tmp_path):
-    for found in run_ranks(round_trip, world, stage, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("stage", "world", "optimizer"),
+    [(stage, world, "FlashAdamW") for world in (2, 3) for stage in (0, 1, 2, 3)]
+    + [(0, 2, "FlashSGD"), (2, 3, "FlashLion"), (3, 2, "FlashSGD")],
+)
+def test_round_trip(stage, world, optimizer, tmp_path):
+    decays = [0.0, 0.0] if optimizer == "FlashSGD" else [0.1, 0.0]
+    for found in run_ranks(round_trip, world, stage, str(tmp_path), optimizer):
         assert found == {
-            "states": True, "weights": True, "lr": True, "losses": True, "after": True, "weight_decays": [0.1, 0.0]
+            "states": True, "weights": True, "lr": True, "losses": True, "after": True, "weight_decays": decays
         }  # fmt: skip
 
 
@@ -250,6 +255,33 @@ def into_another_kind(rank: int, world: int, folder: str) -> Any:
 
 def test_weight_decay_of_another_kind_is_refused(tmp_path):
     assert run_ranks(into_another_kind, 2, str(tmp_path)) == [True, True]
+
+
+def from_stock_at_stage_0(rank: int, world: int, folder: str) -> dict[str, Any]:
+    with deepspeed_on_this_group() as deepspeed:
+        one = make(deepspeed, settings(0), optimizer=lambda groups: torch.optim.AdamW(groups, lr=3e-3))
+        train(one, 2)
+        one.save_checkpoint(folder, tag="t")
+        two = make(deepspeed, settings(0), seed=7)
+        train(two, 2)
+        try:
+            two.load_checkpoint(folder, tag="t")
+            message = "not refused"
+        except ValueError as error:
+            message = str(error)
+        train(two, 1)
+        two.load_checkpoint(folder, tag="t", load_optimizer_states=False)
+        found = {n: p.clone() for n, p in one.module.named_parameters()}
+        after = {n: two.basic_optimizer.master_weight(p) for n, p in two.module.named_parameters()}
+        # The corrections of the weights before are not added to these.
+        return {"message": message, "masters": all(torch.equal(after[n], p.float()) for n, p in found.items())}
+
+
+def test_stage_0_without_states_of_ours(tmp_path):
+    for found in run_ranks(from_stock_at_stage_0, 2, str(tmp_path)):
+        assert found["message"].startswith("the checkpoint of ZeRO stage 0 has ")
+        assert "load_optimizer_states=False" in found["message"]
+        assert found["masters"]
 
 
 def test_files_of_an_earlier_save_on_more_ranks_are_left_alone(tmp_path):

@@ -11,11 +11,13 @@ from torch import nn
 
 import flashdist
 from tests.support.deepspeed_runs import (
+    RELEASE,
     Net,
     bucket_bytes,
     config,
     deepspeed_on_this_group,
     even_net,
+    gathered,
     live_storages,
     make,
     settled_bytes_since,
@@ -26,6 +28,8 @@ from tests.support.deepspeed_runs import (
 from tests.support.ranks import run_ranks
 
 STAGES = [0, 1, 2, 3]
+# Releases in which stock stage 0 in bf16, with any optimizer of others, is not AdamW on averaged gradients.
+WRONG_STAGE_0 = RELEASE < (0, 18, 6)
 LEARN = {"lr": 3e-3}
 
 
@@ -77,6 +81,21 @@ def test_bit_for_bit_the_training_without_deepspeed_where_no_group_is_cut(stage)
         assert found == {"losses": True, "weights": True, "steps": 50.0, "aliasing": True}
 
 
+def train_wrong_stage_0(engine: Any, steps: int) -> list[float]:
+    """Stock stage 0 of those releases, rid of its two faults, which must be there (2 micro-batches a step)."""
+    # It divides gradients by fp16's loss scale, with which the loss was not multiplied.
+    assert (engine.optimizer.cur_scale, engine.optimizer.dynamic_loss_scale) == (2.0**16, True)
+    engine.optimizer.cur_scale, engine.optimizer.dynamic_loss_scale = 1.0, False
+    losses = []
+    for step in range(steps):
+        losses += train(engine, 1, first=step)
+        if step % 2:
+            # It adds each step's gradients to those of all steps before.
+            assert all(p.grad is not None for p in engine.module.parameters())
+            engine.module.zero_grad()
+    return losses
+
+
 def alike_training(rank: int, world: int, stage: int) -> dict[str, Any]:
     """Odd sizes, clipping, accumulation, a schedule and two param groups, against ours and against fp32 AdamW."""
     schedule = {
@@ -114,7 +133,7 @@ def alike_training(rank: int, world: int, stage: int) -> dict[str, Any]:
 
         ours = train_without_deepspeed(model, opt, 50, clip=0.5, accumulate=2, on_step=on_step)
         engine = make(deepspeed, config(stage, zero=zero, **schedule), groups=groups, optimizer=torch.optim.AdamW)
-        stock = train(engine, 50)
+        stock = train_wrong_stage_0(engine, 50) if stage == 0 and WRONG_STAGE_0 else train(engine, 50)
         return {"losses": losses, "ours": ours, "stock": stock, "aliasing": alias, "partitions": partitions,
                 "rates": rates}  # fmt: skip
 
@@ -146,21 +165,28 @@ class Wide(nn.Module):
         return x
 
 
-def bytes_held(rank: int, world: int, stage: int, optimizer: str) -> dict[str, float]:
+def look(when: str, engine: Any, since: Any, found: dict[str, Any]) -> None:
+    """Bytes per parameter without DeepSpeed's own: buckets of gradients, and parameters that it has gathered."""
+    kept = gathered(engine)
+    own = bucket_bytes(engine.optimizer) + sum(p.untyped_storage().nbytes() for p in kept.values())
+    found[when] = (settled_bytes_since(since) - own) / (18 * 256 * 256)
+    found[f"gathered {when}"] = list(kept)
+
+
+def bytes_held(rank: int, world: int, stage: int, optimizer: str) -> dict[str, Any]:
     with deepspeed_on_this_group() as deepspeed:
         before = live_storages()
         params = {"momentum": 0.9} if optimizer == "FlashSGD" else {}
         engine = make(deepspeed, config(stage, optimizer, params, gradient_clipping=1.0), Wide)
-        n = 18 * 256 * 256
-        found = {}
+        found: dict[str, Any] = {}
         for _ in range(2):
             x = torch.randn(4, 256).bfloat16()
             loss = engine(x).float().square().mean()
             engine.backward(loss)
             del x, loss
-            found["before"] = (settled_bytes_since(before) - bucket_bytes(engine.optimizer)) / n
+            look("before", engine, before, found)
             engine.step()
-            found["after"] = (settled_bytes_since(before) - bucket_bytes(engine.optimizer)) / n
+            look("after", engine, before, found)
         del engine
         gc.collect()
         return found
@@ -181,3 +207,7 @@ def test_bytes_before_and_after_the_step(optimizer, state, stage, world):
     for found in run_ranks(bytes_held, world, stage, optimizer):
         assert found["before"] == pytest.approx(expected, rel=0.03)
         assert found["after"] == pytest.approx(without_grads, rel=0.03)
+        # DeepSpeed 0.18.3 frees the first layer, whose input needs no gradient, only in the step.
+        old = stage == 3 and RELEASE < (0, 18, 4)
+        assert found["gathered before"] == (["layers.0.weight"] if old else [])
+        assert found["gathered after"] == []

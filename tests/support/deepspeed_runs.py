@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import time
 import warnings
@@ -15,6 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import flashdist  # noqa: F401 - DeepSpeed finds its optimizers by name
+from flashdist.integrations import deepspeed_releases as releases
+
+# Without importing DeepSpeed: that is done in the ranks.
+RELEASE = tuple(int(part) for part in importlib.metadata.version("deepspeed").split("+")[0].split(".")[:3])
 
 
 class Net(nn.Module):
@@ -56,6 +61,12 @@ def deepspeed_on_this_group() -> Iterator[Any]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Counters that must agree over the ranks, of which not all took part in every job before.
     Init.param_id = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    gather = Init._allgather_params_coalesced
+    if RELEASE < releases.WAITS_FOR_GATHERS:
+        # It waits for the last of several gathers only: each is the last one here.
+        Init._allgather_params_coalesced = lambda self, params, *rest, **kwargs: [
+            gather(self, [p], *rest, **kwargs) for p in params
+        ]
     # Stage 3 puts another linear function in torch's place, in which gradients come in another order.
     linear = nn.functional.linear
     before = {k: v for k, v in vars(groups).items() if k.startswith("_") and k.isupper()}
@@ -65,6 +76,7 @@ def deepspeed_on_this_group() -> Iterator[Any]:
         yield deepspeed
     finally:
         comm.cdb = None
+        Init._allgather_params_coalesced = gather
         nn.functional.linear = linear
         for key, value in before.items():
             setattr(groups, key, value)
@@ -185,6 +197,13 @@ def bucket_bytes(zero: Any) -> int:
     buffers = [bucket.buffer for bucket in getattr(zero, "ipg_buckets", {}).values()]
     flat = [t for b in buffers for t in (b if isinstance(b, list) else [b]) if t is not None]
     return sum(t.untyped_storage().nbytes() for t in flat)
+
+
+def gathered(engine: Any) -> dict[str, Tensor]:
+    """The parameters that stage 3 has gathered now: DeepSpeed's own buffers, too."""
+    if engine.zero_optimization_stage() < 3:
+        return {}
+    return {name: p for name, p in engine.module.named_parameters() if p.ds_status.name == "AVAILABLE"}
 
 
 def weights(deepspeed: Any, engine: Any) -> dict[str, Tensor]:
