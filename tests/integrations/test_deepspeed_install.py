@@ -76,6 +76,9 @@ def refused(rank: int, world: int, settings: list[dict[str, Any]]) -> list[str]:
 REFUSED = {
     "zero_optimization.offload_optimizer (cpu)": config(2, zero={"offload_optimizer": {"device": "cpu"}}),
     "zero_optimization.offload_param (cpu)": config(3, zero={"offload_param": {"device": "cpu"}}),
+    "zero_optimization.offload_param (nvme)": config(3, zero={"offload_param": {"device": "nvme", "nvme_path": "."}}),
+    "zero_optimization.zenflow": config(2, zero={"zenflow": {"topk_ratio": 0.1}}),
+    "compile.deepcompile": {**config(2), "compile": {"deepcompile": True}},
     "zero_optimization.elastic_checkpoint": config(2, zero={"elastic_checkpoint": True}),
     "data_types.grad_accum_dtype torch.float32 at ZeRO stage 0": config(0, data_types={"grad_accum_dtype": "fp32"}),
     "a model without bf16": {**config(1), "bf16": {"enabled": False}},
