@@ -1,4 +1,4 @@
-"""Folders that a DeepSpeed engine has saved under FlashAdamW, at stages 0 to 3, read without DeepSpeed.
+"""Folders that a DeepSpeed engine has saved under FlashAdamW or a stock AdamW, read without DeepSpeed.
 
 The optimizer files are pickles that refer to a few classes of DeepSpeed's. They are read by ``weights_only=True`` with
 empty classes in their place, and to the functions of ``deepspeed_checkpoint.py``, which expand nothing here.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flashdist.convert.contents import MOMENTS, SETTINGS, AdamState, Contents, Item
+from flashdist.convert.from_deepspeed_stock import StockPartitions, is_stock
 from flashdist.convert.from_torch import contents_of
 from flashdist.convert.torch_files import copy_of, load_file
 from flashdist.integrations import deepspeed_checkpoint as saved_objects
@@ -33,7 +34,7 @@ _STAGE_0 = "mp_rank_00_model_states.pt"
 
 
 class _Nothing:
-    """Stands for an object of DeepSpeed's that is not looked at."""
+    """Stands for an object of DeepSpeed's, of which at most the attributes are looked at."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -56,14 +57,12 @@ class _Parts:
         groups: param groups as they were saved.
         group_of: place of each parameter's group.
         pieces: for each parameter the segments that make it up.
-        shapes: of the parameters, in the order in which DeepSpeed lists them.
     """
 
     what: str
     groups: list[dict[str, Any]]
     group_of: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_deepspeed(path: Path, names: Path | None) -> Contents:
@@ -90,26 +89,38 @@ def read_deepspeed(path: Path, names: Path | None) -> Contents:
     if not models:
         raise ValueError(f"{folder} lacks its model_states.pt: copy the whole folder")
     model = load_file(models[0])
-    parts = _read_parts(files, what)
-    shapes = model.get("param_shapes") if isinstance(model, dict) else None
-    if not isinstance(shapes, list):
+    listed = model.get("param_shapes") if isinstance(model, dict) else None
+    if not isinstance(listed, list):
         raise ValueError(f"{models[0]} lists no parameters: it is damaged")
-    for group in shapes:
-        parts.shapes.update({name: tuple(shape) for name, shape in group.items()})
-    if set(parts.shapes) != set(parts.pieces):
-        odd = sorted(set(parts.shapes) ^ set(parts.pieces))
-        raise ValueError(f"{what} is not whole: its files list different parameters, as {', '.join(odd[:3])}")
+    shapes = {name: tuple(shape) for group in listed for name, shape in group.items()}
     aliases = {alias: name for alias, name in (model.get("shared_params") or {}).items() if alias != name}
-    items = [_item(parts, name, shape) for name, shape in parts.shapes.items()]
-    items += _rest(model, parts.shapes, aliases, what)
+    saved = list(_saved(files, what))
+    notes = []
+    if is_stock(saved[0]) and PAYLOAD not in saved[0]:
+        stock = StockPartitions(saved, shapes, what)
+        groups = stock.groups
+        group_of = {name: _group_of(i, groups, what) for name, i in stock.partition_of.items()}
+        bf16 = files[0].name.startswith("bf16_")
+        dtypes = {n: t.dtype for n, t in (model.get("module") or {}).items() if isinstance(t, Tensor)}
+        default = torch.bfloat16 if bf16 else torch.float16
+        items = [stock.item(name, shape, dtypes.get(name, default)) for name, shape in shapes.items()]
+        notes.append("weight decay is taken to be AdamW's, which DeepSpeed's files do not say")
+    else:
+        parts = _read_parts(saved, files, what)
+        if set(shapes) != set(parts.pieces):
+            odd = sorted(set(shapes) ^ set(parts.pieces))
+            raise ValueError(f"{what} is not whole: its files list different parameters, as {', '.join(odd[:3])}")
+        groups, group_of = parts.groups, parts.group_of
+        items = [_item(parts, name, shape) for name, shape in shapes.items()]
+    items += _rest(model, shapes, aliases, what)
     settings = [
         {
             **{k: v for k, v in group.items() if k in SETTINGS},
-            "params": [name for name in parts.shapes if parts.group_of[name] == i],
+            "params": [name for name in shapes if group_of[name] == i],
         }
-        for i, group in enumerate(parts.groups)
+        for i, group in enumerate(groups)
     ]
-    return Contents(what, items, aliases, "AdamW", settings)
+    return Contents(what, items, aliases, "AdamW", settings, notes)
 
 
 def _tagged(path: Path) -> Path:
@@ -134,23 +145,28 @@ def _by_rank(folder: Path) -> list[Path]:
     return [found.get(rank, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(count)]
 
 
-def _read_parts(files: Sequence[Path], what: str) -> _Parts:
-    parts: _Parts | None = None
+def _saved(files: Sequence[Path], what: str) -> Iterator[dict[str, Any]]:
+    """The optimizer's entry of each rank's file."""
     for rank, file in enumerate(files):
         with reading_codes():
             loaded = load_file(file, _ADMITTED)
         saved = loaded.get(_OPTIMIZER) if isinstance(loaded, dict) else None
-        if not isinstance(saved, dict) or not isinstance(saved.get(PAYLOAD), list):
-            raise ValueError(
-                f"{file} was not saved under a flashdist optimizer: make fp32 weights of it by DeepSpeed's "
-                "zero_to_fp32.py, or a universal checkpoint, which an engine under FlashAdamW loads (docs/deepspeed.md)"
-            )
+        if not isinstance(saved, dict) or not (isinstance(saved.get(PAYLOAD), list) or is_stock(saved)):
+            raise ValueError(f"{file} holds no optimizer of a ZeRO stage: make fp32 weights of it by zero_to_fp32.py")
         count = saved.get("partition_count", len(files))
         count = max(count) if isinstance(count, list | tuple) else int(count)
         if count > len(files):
             raise ValueError(f"{what} was saved on {count} ranks, the optimizer files of some are missing: copy all")
         if rank >= count:
-            break  # left from an earlier save of more ranks
+            return  # left from an earlier save of more ranks
+        yield saved
+
+
+def _read_parts(all_saved: Sequence[dict[str, Any]], files: Sequence[Path], what: str) -> _Parts:
+    parts: _Parts | None = None
+    for saved, file in zip(all_saved, files, strict=False):
+        if PAYLOAD not in saved:
+            raise ValueError(f"{file} is of another optimizer than the first rank's: copy the whole folder again")
         groups = (saved.get("base_optimizer_state") or saved[_OPTIMIZER])["param_groups"]
         if parts is None:
             parts = _Parts(what, groups)
