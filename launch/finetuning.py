@@ -127,15 +127,19 @@ class Finetuning:
         with torch.autocast("cuda", torch.bfloat16) if wide else nullcontext():
             return loss_of(self.model, rows, self.config.model.loss)
 
+    def set_learning_rate(self) -> None:
+        """In all param groups, that of the step which comes next."""
+        rate = learning_rate(self.config.train, self.config.optimizer.lr, self.step, self.steps)
+        for group in self.opt.param_groups:
+            group["lr"] = rate
+
     def train_step(self) -> Tensor:
         """One step; the loss stays on the device.
 
         Raises:
             UserError: rows without a target, which have no loss.
         """
-        rate = learning_rate(self.config.train, self.config.optimizer.lr, self.step, self.steps)
-        for group in self.opt.param_groups:
-            group["lr"] = rate
+        self.set_learning_rate()
         which = next(self.rows)
         if self.release is not None and self.clip and self.release.last_norm is None:
             # The first step is clipped by its own norm. The random numbers are drawn again for the step itself.

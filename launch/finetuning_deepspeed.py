@@ -15,7 +15,7 @@ from deepspeed_settings import Asked, Settled, settle
 from finetune_config import FinetuneConfig
 from finetune_data import Rows
 from finetune_model import export, loss_of
-from finetuning import Finetuning, build_optimizer, learning_rate
+from finetuning import Finetuning, build_optimizer
 from torch import Tensor
 
 from flashdist import FlashAdamW
@@ -87,9 +87,7 @@ class DeepSpeedFinetuning(Finetuning):
         Raises:
             UserError: rows without a target, which have no loss.
         """
-        rate = learning_rate(self.config.train, self.config.optimizer.lr, self.step, self.steps)
-        for group in self.opt.param_groups:
-            group["lr"] = rate
+        self.set_learning_rate()
         loss = self.backward(next(self.rows))
         self.step += 1
         return loss

@@ -164,12 +164,7 @@ def case_8(rank: int, world_size: int, path: str) -> list[Any]:
     train(model, opt, 0, 2, 40)
     other, other_opt = build()
     other_opt.param_groups[0]["weight_decay"] = 0.0
-    weights, states = get_state_dict(model, opt)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=path)
-    weights, states = get_state_dict(other, other_opt)
-    loaded = {"model": weights, "optim": states}
-    dcp.load(loaded, checkpoint_id=path)
-    set_state_dict(other, other_opt, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    through_dcp(path, model, opt, other, other_opt)
     for m, o in ((model, opt), (other, other_opt)):
         train(m, o, 2, 1, 40)
     same = digests(model, opt) == digests(other, other_opt)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.quality.schemes import SCHEMES, Scheme
-from flashdist import FlashAdamW, FlashLion
+from flashdist import FlashAdamW, FlashLion, FlashOptimizer
 from flashdist.numerics.weight_split import split
 
 BETA1, EPS, WEIGHT_DECAY = 0.9, 1e-8, 0.1
@@ -176,18 +176,23 @@ def requantized(scheme: Scheme) -> Callable[[nn.Module, Start, float], Stepper]:
     return build
 
 
-def flashdist_adamw(model: nn.Module, start: Start, beta2: float, bits: int = 24) -> Stepper:
-    """FlashAdamW: torch's state loaded through load_state_dict, corrections from the start's fp32 weights."""
-    load_weights(model, start)
-    named = list(model.named_parameters())
-    optimizer = FlashAdamW(groups_of(named), lr=1.0, betas=(BETA1, beta2), eps=EPS, master_weight_bits=bits)
-    optimizer.load_state_dict(torch_state(torch.optim.AdamW(groups_of(named)), names_in_order(named), start, beta2))
+def _take_masters(optimizer: FlashOptimizer, named: list[tuple[str, nn.Parameter]], start: Start) -> None:
+    """Weights and corrections from the start's fp32 weights."""
     for name, p in named:
         if "error" in optimizer.state[p]:
             error = optimizer.state[p]["error"]
             hi, lo = split(start.weights[name], p.dtype, error.dtype)
             p.data.copy_(hi)
             error.copy_(lo)
+
+
+def flashdist_adamw(model: nn.Module, start: Start, beta2: float, bits: int = 24) -> Stepper:
+    """FlashAdamW: torch's state loaded through load_state_dict, corrections from the start's fp32 weights."""
+    load_weights(model, start)
+    named = list(model.named_parameters())
+    optimizer = FlashAdamW(groups_of(named), lr=1.0, betas=(BETA1, beta2), eps=EPS, master_weight_bits=bits)
+    optimizer.load_state_dict(torch_state(torch.optim.AdamW(groups_of(named)), names_in_order(named), start, beta2))
+    _take_masters(optimizer, named, start)
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = (BETA1, beta2), EPS
 
@@ -248,12 +253,7 @@ def flashdist_lion(model: nn.Module, start: Start, beta2: float) -> Stepper:
         for i, group in enumerate(saved["param_groups"])
     ]
     optimizer.load_state_dict(saved)
-    for name, p in named:
-        if "error" in optimizer.state[p]:
-            error = optimizer.state[p]["error"]
-            hi, lo = split(start.weights[name], p.dtype, error.dtype)
-            p.data.copy_(hi)
-            error.copy_(lo)
+    _take_masters(optimizer, named, start)
 
     def step(lr: float, max_norm: float) -> None:
         optimizer.clip_grad_norm_(max_norm)

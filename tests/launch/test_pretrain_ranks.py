@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def single(place) -> Outcome:
     return train(1, place, "single", "parallel.strategy=single", "train.steps=30", "run.save_every=0")[0]
+
+
+@pytest.fixture(scope="module")
+def unbroken(place) -> Callable[[str], list[Outcome]]:
+    """Runs of 12 steps on 2 ranks by strategy, each made when it is first asked for."""
+
+    @cache
+    def of(strategy: str) -> list[Outcome]:
+        return train(2, place, f"unbroken-{strategy}", f"parallel.strategy={strategy}", "run.save_every=0")
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -75,14 +87,13 @@ def test_two_ranks_then_one_then_three_see_the_samples_of_an_unbroken_run(place,
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp_zero1"])
-def test_sigterm_on_one_rank_ends_all_after_the_same_step_and_the_resumed_run_is_the_unbroken_one(place, strategy):
+def test_sigterm_on_one_rank_ends_all_and_the_resumed_run_is_the_unbroken_one(place, unbroken, strategy):
     settings = [f"parallel.strategy={strategy}", "run.save_every=0"]
-    unbroken = train(2, place, f"unbroken-{strategy}", *settings)
     stopped = train(2, place, f"stopped-{strategy}", *settings, terminate_in=5)
     assert [outcome.last_step for outcome in stopped] == [5, 5]
     assert (place / f"stopped-{strategy}" / "step-00000005").is_dir()
     resumed = train(2, place, f"stopped-{strategy}", *settings, resume="auto")
-    assert resumed[0].losses == unbroken[0].losses
+    assert resumed[0].losses == unbroken(strategy)[0].losses
     assert set(resumed[0].samples) == set(range(6, 13))
 
 
@@ -105,22 +116,18 @@ def test_torch_adamw_is_sharded_saved_and_resumed_too(place):
     assert kinds["moments"] == 8 * kinds["parameters"]
 
 
-def test_states_are_shared_by_the_ranks_where_the_strategy_says_so(place):
-    """From the records of earlier runs: FSDP2 keeps everything once, ZeRO-1 the states once and the weights twice."""
-    fsdp2, zero1 = (
-        json.loads((place / name / "metrics.jsonl").read_text().splitlines()[-1])["bytes"]
-        for name in ("unbroken-fsdp2", "unbroken-ddp_zero1")
-    )
+def test_states_are_shared_by_the_ranks_where_the_strategy_says_so(unbroken):
+    """FSDP2 keeps everything once, ZeRO-1 the states once and the weights twice."""
+    fsdp2, zero1 = (unbroken(strategy)[0].records[-1]["bytes"] for strategy in ("fsdp2", "ddp_zero1"))
     assert fsdp2["ranks"] == zero1["ranks"] == 2
     assert fsdp2["weights"] == 2 * fsdp2["parameters"]
     assert zero1["weights"] == 4 * zero1["parameters"]
     assert zero1["moments"] == fsdp2["moments"] == pytest.approx(2 * fsdp2["parameters"], rel=0.05)
 
 
-def test_a_checkpoint_of_another_model_or_text_is_refused_on_all_ranks(place):
-    if not (place / "moving").exists():
-        train(2, place, "moving", "train.steps=30", "run.stop_after=4")
-    checkpoint = str(sorted((place / "moving").glob("step-*"))[-1])
+def test_a_checkpoint_of_another_model_or_text_is_refused_on_all_ranks(place, unbroken):
+    unbroken("fsdp2")
+    checkpoint = str(place / "unbroken-fsdp2" / "step-00000012")
     for changes, message in (
         (["model.width=128"], "cannot resume from .*(64|128)"),
         (["train.seed=1"], "seed was 0 and is 1"),
