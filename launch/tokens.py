@@ -6,6 +6,7 @@ tokenizer and its settings):
     train.bin, validation.bin   the ids, uint16 or uint32, documents one after the other, an end mark behind each
     tokenizer.json              in the format of the `tokenizers` library; missing where one token is one byte
     meta.json                   counts, the dtype, and a digest of the ids, which a run saves with its checkpoints
+    checked.json                of which files it is known that their ids have that digest (token_check.py)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import token_check
 from config import UserError
 from data import Document, held_out
 
@@ -107,7 +109,7 @@ def prepare(
         cache: a folder; it is made if need be.
 
     Raises:
-        UserError: a tokenizer or cache that cannot be used.
+        UserError: a tokenizer or cache that cannot be used, or ids that were changed since they were written.
     """
     settings: dict[str, Any] = {"format": FORMAT, "tokenizer": tokenizer, "validation_share": validation_share}
     if tokenizer == "bpe":
@@ -126,15 +128,17 @@ def prepare(
                 building.mkdir()
                 _build(building, documents, tokenizer, vocab_size, validation_share)
                 os.replace(building, folder)
+            found = open_tokens(folder)
+            token_check.check(folder, found.train.dtype, found.meta.vocab_size, found.meta.digest)
     except OSError as error:
         raise UserError(
             f"data.cache {cache} cannot be used: {error.strerror}; set data.cache to a folder with room for the tokens"
         ) from error
-    return open_tokens(folder)
+    return found
 
 
 def open_tokens(folder: Path) -> TokenFiles:
-    """Maps what `prepare` left in a folder."""
+    """Maps what `prepare` left in a folder, and compares the sizes."""
     again = f"is damaged: remove the folder {folder}, and it is made again"
     try:
         meta = Meta(**json.loads((folder / "meta.json").read_text(encoding="utf-8")))
@@ -186,6 +190,7 @@ def _build(folder: Path, documents: Sequence[Document], tokenizer: str, vocab_si
         digest.hexdigest(),
     )
     (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1) + "\n")
+    token_check.remember(folder)
 
 
 def _texts_of(part: str, documents: Sequence[Document], out: Sequence[bool] | None, share: int) -> Iterator[bytes]:

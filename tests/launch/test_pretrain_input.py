@@ -77,6 +77,15 @@ def test_an_empty_folder_and_a_broken_config_are_refused(run, tmp_path):
     assert_refused(run(), "config.yaml, line ", "no valid YAML")
 
 
+def test_ids_that_were_changed_are_refused_before_any_step(run, tmp_path):
+    assert run("run.stop_after=1")[0] == 0
+    (ids,) = (tmp_path / "cache").glob("*/train.bin")
+    ids.write_bytes(ids.read_bytes()[:-2] + (300).to_bytes(2, "little"))
+    again = run("--resume", "auto")
+    assert_refused(again, f"{ids} has the id 300 at position {ids.stat().st_size // 2 - 1}, the tokenizer has 257 ids")
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
+
+
 def test_a_folder_that_cannot_be_made_is_refused(run, tmp_path):
     (tmp_path / "file").touch()
     assert_refused(

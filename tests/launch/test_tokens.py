@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import token_check
 import tokens
 from config import UserError
 from data import Document
@@ -116,6 +118,45 @@ def test_an_entry_that_was_interrupted_is_made_anew_and_a_damaged_one_is_named(m
         file.write(b"xx")
     with pytest.raises(UserError, match=r"train.bin is damaged: remove the folder"):
         open_tokens(files.folder)
+
+
+def edit(path: Path, position: int, value: int) -> None:
+    """Another id in a file of the same size, its time set back."""
+    status = path.stat()
+    ids = np.memmap(path, dtype="<u2", mode="r+")
+    ids[position] = value
+    ids.flush()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_ids_that_were_changed_are_refused_by_place_or_digest(make, monkeypatch, part):
+    monkeypatch.setattr(token_check, "CHUNK_BYTES", 64)
+    files = make()
+    path, old = files.folder / f"{part}.bin", int(getattr(files, part)[70])
+    edit(path, 70, 257)
+    with pytest.raises(UserError, match=rf"{part}.bin has the id 257 at position 70, the tokenizer has 257 ids"):
+        make()
+    edit(path, 70, (old + 1) % 256)
+    with pytest.raises(UserError, match=r"bin was changed after it was made.*remove the folder"):
+        make()
+    edit(path, 70, old)
+    assert make().meta == files.meta
+
+
+def test_ids_are_compared_after_a_change_alone(make, monkeypatch):
+    files = make()
+    compared = []
+    digest = token_check._digest
+    monkeypatch.setattr(token_check, "_digest", lambda *given: compared.append(given) or digest(*given))
+    make()
+    assert not compared
+    (files.folder / "train.bin").touch()
+    make()
+    (files.folder / "checked.json").unlink()  # as in the caches of earlier releases
+    make()
+    make()
+    assert len(compared) == 2
 
 
 def test_unusable_tokenizers_and_caches_are_refused(make, tmp_path):
