@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,11 @@ class GPTConfig:
         if self.mlp_width is not None:
             return self.mlp_width
         return 4 * self.width if self.kind == "gpt2" else 128 * math.ceil(8 * self.width / 3 / 128)
+
+    def unseen(self) -> dict[str, Any]:
+        """What makes another function of the same weights, and no tensor's shape shows."""
+        rotary = {"rope_base": self.rope_base} if self.kind == "llama" else {}
+        return {"heads": self.heads, "kv_heads": self.kv_heads or self.heads, **rotary}
 
 
 GPT2_124M = GPTConfig(vocab_size=50257, context=1024, layers=12, heads=12, width=768)

@@ -1,8 +1,9 @@
 """Whether the ids on disk are still those that were written.
 
-A file that was changed trains another text: with an error deep in the model where an id has no row in the embedding, and
-without a word where it has one. To read all of it before each run would cost minutes, so `checked.json` says of which
-files (their sizes and times, which any change moves) the content is known; only after a change they are read again.
+A file that was changed trains another text: with an error deep in the model where an id has no row in the embedding,
+and without a word where it has one. To read all of it before each run would cost minutes, so `checked.json` says of
+which files (their sizes and times, which any change moves) the content is known; only after a change they are read
+again.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Training:
     def __init__(
         self, config: PretrainConfig, shape: GPTConfig, files: TokenFiles, device: torch.device, resume: Path | None
     ) -> None:
-        self.config, self.files, self.device = config, files, device
+        self.config, self.shape, self.files, self.device = config, shape, files, device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.step = self.samples = 0
         self.trainee: Trainee = build(config, shape, device)
@@ -61,6 +61,13 @@ class Training:
             extra = self.trainee.load(path)
         except (ValueError, OSError, checkpoint.CheckpointError) as error:
             raise UserError(f"cannot resume from {path}: {' '.join(str(error).split())}") from error
+        self._compare(path, extra)
+        self.step, self.samples = extra["step"], extra["samples"]
+        for group, settings in zip(groups, asked, strict=True):
+            group.update(settings)
+
+    def _compare(self, path: Path, extra: Any) -> None:
+        """UserError where a checkpoint is of a run with another text, order or model."""
         expected = self._position()
         if not isinstance(extra, dict) or not expected.keys() <= extra.keys():
             raise UserError(
@@ -77,9 +84,13 @@ class Training:
                     f"cannot resume from {path}: {key} was {extra[key]} and is {expected[key]}, which would change the "
                     f"order of the data: {remedy}"
                 )
-        self.step, self.samples = extra["step"], extra["samples"]
-        for group, settings in zip(groups, asked, strict=True):
-            group.update(settings)
+        for key, value in self.shape.unseen().items():
+            first = extra.get("model", {}).get(key, value)  # earlier releases did not say it
+            if first != value:
+                raise UserError(
+                    f"cannot resume from {path}: model.{key} was {first} and is {value}, which would make another "
+                    f"model of the same weights: set model.{key} to the first value"
+                )
 
     def _position(self) -> dict[str, Any]:
         """What a checkpoint says about how far the run is in its data."""
@@ -126,6 +137,9 @@ class Training:
                 if stopping:
                     reporter.say(f"asked to stop: saved after step {self.step}; go on with --resume auto")
                     break
+            else:
+                if end < config.train.steps:
+                    reporter.say(f"saved after step {end} (run.stop_after); go on with --resume auto")
             reporter.record(self.step, {"bytes": self.memory_by_kind()})
 
     def _train_step(self) -> tuple[Tensor, Tensor]:
@@ -210,7 +224,7 @@ class Training:
             )
         path = folder.step_folder(self.step)
         try:
-            self.trainee.save(path, self._position())
+            self.trainee.save(path, {**self._position(), "model": self.shape.unseen()})
             if self.rank == 0:
                 folder.remove_old(self.config.run.keep_last)
         except (OSError, checkpoint.CheckpointError) as error:

@@ -115,6 +115,19 @@ def test_an_existing_run_is_not_written_over_but_resumed_and_another_model_is_re
     assert not (folder / "step-00000003").exists()
 
 
+def test_another_model_of_the_same_weights_is_refused(run, tmp_path):
+    """No tensor's shape shows these."""
+    code, output, _ = run("model.kind=llama", "run.stop_after=1")
+    assert code == 0
+    assert "saved after step 1 (run.stop_after); go on with --resume auto" in output
+    for change, message in (
+        ("model.heads=1", "model.heads was 2 and is 1"),
+        ("model.rope_base=100", "model.rope_base was 500000.0 and is 100.0"),
+    ):
+        assert_refused(run("model.kind=llama", change, "--resume", "auto"), "cannot resume from", message)
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
+
+
 def test_a_full_disk_is_noticed_before_the_run_starts(run, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1000))
