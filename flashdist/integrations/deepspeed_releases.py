@@ -1,6 +1,6 @@
 """What releases of DeepSpeed before the newest tested one do otherwise, and what is done about it.
 
-Read in their sources (0.18.3 to 0.19.8) and run with 0.18.3 and 0.19.8.
+Read in their sources (0.18.3 to 0.19.8) and run with 0.18.3, 0.18.5, 0.19.4 and 0.19.8.
 """
 
 from __future__ import annotations
