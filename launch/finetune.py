@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -25,8 +27,8 @@ from finetune_memory_table import measured, show
 from finetuning import Finetuning
 from metrics import Reporter
 from ranks import Ranks, any_rank, choose_device, connected, discover, leave
-from run_folder import RunFolder, claimed
-from stop import StopRequest
+from run_folder import RunError, RunFolder, claimed
+from stop import StopRequest, interruptible
 
 # Seconds. Where one rank ends, torchrun ends the others, and rank 0 has something to say first.
 OTHERS_WAIT = 2.0
@@ -42,12 +44,13 @@ def run(training: Finetuning, folder: RunFolder, stop: StopRequest) -> None:
         reporter.say(describe(training))
         reporter.say(training.plan())
         reporter.record(training.step, {"started": {"torch": torch.__version__}})
-        evaluate(training, reporter)
+        if training.step < training.steps:
+            evaluate(training, reporter)
         while training.step < training.steps:
             started = time.perf_counter()
             loss = float(training.train_step())
             if not math.isfinite(loss):
-                raise UserError(f"the loss of step {training.step} is {loss}: lower optimizer.lr, or look at the data")
+                raise RunError(f"the loss of step {training.step} is {loss}: lower optimizer.lr, or look at the data")
             tokens = config.train.batch * config.data.sequence
             memory = torch.cuda.max_memory_allocated() if training.device.type == "cuda" else 0
             values = {"loss": loss, "tokens_per_second": tokens / (time.perf_counter() - started), "memory": memory}
@@ -63,8 +66,12 @@ def run(training: Finetuning, folder: RunFolder, stop: StopRequest) -> None:
                 return
         reporter.say(show("measured", measured(training.opt, training.device)))
         if config.run.export is not None:
-            target = folder.path / "export"
-            training.export(target)
+            # Under another name until it is whole. A run that was killed before that makes it when it is resumed.
+            target, unfinished = folder.path / "export", folder.path / "export.unfinished"
+            training.export(unfinished)
+            if training.rank == 0:
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(unfinished, target)
             reporter.say(f"exported in {config.run.export} to {target}")
 
 
@@ -124,8 +131,11 @@ def start(options: argparse.Namespace, config: FinetuneConfig, ranks: Ranks, sto
     with group:
         torch.manual_seed(config.train.seed)
         training = kind(config, device, resume)
-        if training.step >= training.steps:
-            raise UserError(f"the run is at step {training.step} of {training.steps}: there is nothing to do")
+        done = training.step == training.steps and config.run.export is None
+        if training.step > training.steps or done:
+            if training.rank == 0:
+                print(f"nothing to do: the run is at step {training.step} of {training.steps}", flush=True)
+            return
         run(training, folder, stop)
 
 
@@ -138,14 +148,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(FinetuneConfig, options.config, options.overrides)
         with StopRequest().listening() as stop:
             start(options, config, ranks, stop)
-    except UserError as error:
+    except (UserError, RunError) as error:
         if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(OTHERS_WAIT)
-        return EXIT_CODE
+        return EXIT_CODE if isinstance(error, UserError) else 1
     return 0
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(interruptible(main))

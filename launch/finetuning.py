@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import resuming
 import torch
 from chunked_loss import IGNORE
 from config import UserError
@@ -14,7 +18,7 @@ from finetune_config import FinetuneConfig, TrainSection
 from finetune_data import Packing, Rows, order, pack, read_documents, split
 from finetune_memory_table import planned, show
 from finetune_model import check_source, export, load_model, load_tokenizer, loss_of
-from run_folder import RunFolder
+from run_folder import RunFolder, save_step
 from torch import Tensor
 
 from flashdist import FlashAdamW, FlashOptimizer, checkpoint, enable_gradient_release
@@ -186,21 +190,41 @@ class Finetuning:
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint."""
-        try:
-            extra = self.read(path)
-        except (ValueError, OSError, checkpoint.CheckpointError) as error:
-            raise UserError(f"{path}: {error}") from error
+        extra = resuming.read(path, self.read, self.opt, {"step", "norm"})
+        remedies = {
+            "data": "data.train, data.validation_share, data.sequence and the tokenizer must give the same rows",
+            "seed": "set train.seed to the first value",
+            "batch": "set train.batch to the first value",
+        }
+        resuming.compare(path, extra, self.reading, remedies, "change the order of the data")
         self.step = int(extra["step"])
         if self.release is not None and self.clip and extra["norm"] is not None:
             self.release.last_norm = torch.tensor(extra["norm"], device=self.device)
 
+    @cached_property
+    def reading(self) -> dict[str, Any]:
+        """What decides which rows a step sees: their digest, the seed of their order, and how many a step takes."""
+        digest = hashlib.sha256()
+        rows = self.training.rows
+        for part in (rows.tokens, rows.targets, rows.positions):
+            digest.update(f"{tuple(part.shape)}".encode())
+            digest.update(part.contiguous().numpy().data)
+        return {"data": digest.hexdigest(), "seed": self.config.train.seed, "batch": self.config.train.batch}
+
     def save(self, folder: RunFolder) -> None:
-        """A checkpoint of this step. The norm is what clipping by the previous norm goes on with."""
+        """A checkpoint of this step. The norm is what clipping by the previous norm goes on with.
+
+        Raises:
+            RunError: weights that are no longer finite, or it cannot be written.
+        """
         norm = None if self.release is None else self.release.last_norm
-        extra = {"step": self.step, "norm": None if norm is None else float(norm)}
-        self.write(folder.step_folder(self.step), extra)
-        if self.rank == 0:
-            folder.remove_old(self.config.run.keep_last)
+        extra = {"step": self.step, "norm": None if norm is None else float(norm), **self.reading}
+        keep = self.config.run.keep_last
+        save_step(folder, self.step, self.weights(), lambda path: self.write(path, extra), self.rank, keep)
+
+    def weights(self) -> Iterable[Tensor]:
+        """What this rank holds of the parameters."""
+        return cast(Iterable[Tensor], self.model.parameters())
 
     def read(self, path: Path) -> Any:
         """Load a checkpoint; the `extra` it was saved with."""

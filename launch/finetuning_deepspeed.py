@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,10 @@ class DeepSpeedFinetuning(Finetuning):
         self.model.train()
         dist.all_reduce(total)
         return total.item() / self.validation.targets
+
+    def weights(self) -> Iterable[Tensor]:
+        """What this rank holds of the parameters."""
+        return self.spread.weights()
 
     def read(self, path: Path) -> Any:
         """Load a checkpoint; the `extra` it was saved with."""

@@ -27,11 +27,12 @@ from metrics import read_metrics
 from model import GPT, GPTConfig
 from pretrain_config import PretrainConfig
 from ranks import Ranks, choose_device, connected, discover, leave, raise_together
-from run_folder import RunFolder, claimed
+from run_folder import RunError, RunFolder, claimed
 from sampling import num_windows
+from stop import StopRequest, interruptible
 from strategy import FLASH, check_ranks
 from tokens import TokenFiles, prepare
-from training import RunError, StopRequest, Training
+from training import Training
 
 # The vocabulary is rounded up to a multiple of this, which GPUs multiply faster; the ids beyond are never used.
 VOCABULARY_MULTIPLE = 64
@@ -237,4 +238,4 @@ def say_error(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(interruptible(main))

@@ -12,19 +12,27 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from config import UserError, to_yaml
-from ranks import raise_together
+from ranks import any_rank, raise_together
+from torch import Tensor
+
+from flashdist.checkpoint import CheckpointError
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 # Bytes on disk a parameter, rounded up: weights, corrections, codes and scales, or fp32 weights and moments.
 FLASH_BYTES, DENSE_BYTES = 5.4, 12.1
 # DeepSpeed's model file beside its optimizer files, which hold the weights once more.
 MODEL_FILE_BYTES = 2.0
+
+
+class RunError(Exception):
+    """A run that cannot go on; its text is one line. Exit code 1."""
 
 
 class RunFolder:
@@ -131,7 +139,8 @@ class RunFolder:
 
     def remove_old(self, keep_last: int) -> None:
         """For rank 0, after a save: removes all but the latest checkpoints."""
-        for left in self.path.glob("removing-*"):  # by a process that was killed while it removed
+        # By a process that was killed while it removed, or while it saved a step that is not saved again.
+        for left in (*self.path.glob("removing-*"), *self.path.glob("step-*.saving")):
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left)
         for step in self.steps()[:-keep_last]:
@@ -153,3 +162,38 @@ def claimed(folder: RunFolder, config: Any, step: int, rank: int) -> Iterator[No
                 error = caught
         raise_together(error)
         yield
+
+
+def save_step(
+    folder: RunFolder, step: int, weights: Iterable[Tensor], write: Callable[[Path], None], rank: int, keep_last: int
+) -> Path:
+    """Saves the checkpoint of a step, and removes old ones. Collective.
+
+    Args:
+        folder: of the run.
+        step: how many are finished.
+        weights: what this rank holds of the parameters.
+        write: saves to a path. Collective.
+        rank: this one.
+        keep_last: how many checkpoints stay.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        RunError: weights that are not finite, which would replace a checkpoint that is; or it cannot be written.
+    """
+    if any_rank(any(not bool(torch.isfinite(p).all()) for p in weights)):
+        raise RunError(
+            f"the weights after step {step} are no longer finite, earlier checkpoints are kept: go on from the last "
+            "one with a lower optimizer.lr, or clip more"
+        )
+    path = folder.step_folder(step)
+    try:
+        write(path)
+        if rank == 0:
+            folder.remove_old(keep_last)
+    except (OSError, CheckpointError) as error:
+        reason = " ".join(str(error).split())
+        raise RunError(f"step {step} could not be saved, earlier checkpoints are intact: {reason}") from error
+    return path

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,3 +29,14 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def interruptible(main: Callable[[], int]) -> int:
+    """What `main` returns; 130 and a line, where Ctrl-C (SIGINT) ends it at once and without a checkpoint."""
+    try:
+        return main()
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            line = "interrupted: checkpoints are intact, go on from the last one with --resume auto"
+            print(line, file=sys.stderr, flush=True)
+        return 130

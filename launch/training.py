@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import resuming
 import torch
 import torch.distributed as dist
-from config import UserError
 from metrics import Reporter
 from model import GPTConfig
 from pretrain_config import PretrainConfig
 from ranks import any_rank
-from run_folder import RunFolder
+from run_folder import RunError, RunFolder, save_step
 from sampling import num_windows, read_windows, sample_ids, share_of_rank
 from stop import StopRequest as StopRequest
 from strategy import Trainee, build
@@ -26,16 +26,9 @@ from tokens import TokenFiles
 from torch import Tensor
 
 import flashdist
-from flashdist import checkpoint
 from flashdist.memory import summarize
 
 Batch = tuple[Tensor, Tensor]
-# What a resume takes from its config, like the learning rate, and not from the checkpoint.
-_FROM_CONFIG = ("betas", "eps", "momentum", "weight_decay")
-
-
-class RunError(Exception):
-    """A run that cannot go on; its text is one line. Exit code 1."""
 
 
 class Training:
@@ -55,42 +48,19 @@ class Training:
             self._load(resume)
 
     def _load(self, path: Path) -> None:
-        groups = self.trainee.optimizer.param_groups
-        asked = [{key: group[key] for key in _FROM_CONFIG if key in group} for group in groups]
-        try:
-            extra = self.trainee.load(path)
-        except (ValueError, OSError, checkpoint.CheckpointError) as error:
-            raise UserError(f"cannot resume from {path}: {' '.join(str(error).split())}") from error
-        self._compare(path, extra)
-        self.step, self.samples = extra["step"], extra["samples"]
-        for group, settings in zip(groups, asked, strict=True):
-            group.update(settings)
-
-    def _compare(self, path: Path, extra: Any) -> None:
-        """UserError where a checkpoint is of a run with another text, order or model."""
         expected = self._position()
-        if not isinstance(extra, dict) or not expected.keys() <= extra.keys():
-            raise UserError(
-                f"cannot resume from {path}: it was not saved by this launcher (its `extra` does not say how far the "
-                "data was read); load it with flashdist.checkpoint.load, or give the checkpoint of a run"
-            )
-        for key, remedy in (
-            ("text", "data.folder, data.tokenizer and data.validation_share must give the same tokens"),
-            ("seed", "set train.seed to the first value"),
-            ("context", "set model.context to the first value"),
-        ):
-            if extra[key] != expected[key]:
-                raise UserError(
-                    f"cannot resume from {path}: {key} was {extra[key]} and is {expected[key]}, which would change the "
-                    f"order of the data: {remedy}"
-                )
-        for key, value in self.shape.unseen().items():
-            first = extra.get("model", {}).get(key, value)  # earlier releases did not say it
-            if first != value:
-                raise UserError(
-                    f"cannot resume from {path}: model.{key} was {first} and is {value}, which would make another "
-                    f"model of the same weights: set model.{key} to the first value"
-                )
+        extra = resuming.read(path, self.trainee.load, self.trainee.optimizer, set(expected))
+        remedies = {
+            "text": "data.folder, data.tokenizer and data.validation_share must give the same tokens",
+            "seed": "set train.seed to the first value",
+            "context": "set model.context to the first value",
+        }
+        resuming.compare(path, extra, expected, remedies, "change the order of the data")
+        shape = {f"model.{key}": value for key, value in self.shape.unseen().items()}
+        saved = {f"model.{key}": value for key, value in extra.get("model", {}).items()}
+        remedies = {key: f"set {key} to the first value" for key in shape}
+        resuming.compare(path, saved, shape, remedies, "make another model of the same weights")
+        self.step, self.samples = extra["step"], extra["samples"]
 
     def _position(self) -> dict[str, Any]:
         """What a checkpoint says about how far the run is in its data."""
@@ -216,19 +186,9 @@ class Training:
 
     def _save(self, folder: RunFolder, reporter: Reporter) -> None:
         # The losses of the steps so far may all be finite, or were not looked at: run.log_every.
-        broken = (not bool(torch.isfinite(p).all()) for p in self.trainee.weights())
-        if any_rank(any(broken)):
-            raise RunError(
-                f"the weights after step {self.step} are no longer finite, earlier checkpoints are kept: go on "
-                "from the last one with a lower optimizer.lr or train.max_norm"
-            )
-        path = folder.step_folder(self.step)
-        try:
-            self.trainee.save(path, {**self._position(), "model": self.shape.unseen()})
-            if self.rank == 0:
-                folder.remove_old(self.config.run.keep_last)
-        except (OSError, checkpoint.CheckpointError) as error:
-            raise RunError(f"step {self.step} could not be saved, earlier checkpoints are intact: {error}") from error
+        extra = {**self._position(), "model": self.shape.unseen()}
+        keep, weights = self.config.run.keep_last, self.trainee.weights()
+        path = save_step(folder, self.step, weights, lambda path: self.trainee.save(path, extra), self.rank, keep)
         reporter.record(self.step, {"saved": path.name})
 
     def memory_by_kind(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import finetune
@@ -13,9 +14,11 @@ import torch
 from config import UserError
 from finetune_config import ModelSection, TrainSection
 from metrics import read_metrics
+from run_folder import RunFolder
 from safetensors.torch import load_file
 
 from flashdist import FlashAdamW, checkpoint
+from flashdist.checkpoint.reading import Reader, read_plain
 from tests.support import finetuning
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs" / "finetune"
@@ -148,6 +151,89 @@ def test_a_mistake_is_one_line_and_exit_code_2(inputs, tmp_path, capsys, overrid
     assert message in error
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def half(inputs):
+    """A run of 2 of 6 steps: its checkpoint, and the arguments it was made with."""
+    path, config = inputs
+    settings = ["data.sequence=64", "run.eval_every=0"]
+    training = one_run.Finetuning(
+        finetune.load(finetune.FinetuneConfig, config, [f"run.folder={path / 'half'}", *settings]),
+        torch.device("cpu"),
+        None,
+    )
+    training.train_step()
+    training.train_step()
+    training.save(RunFolder(path / "half"))
+    return path / "half" / "step-00000002", settings
+
+
+def assert_refused(capsys, code, message, expected_code=2):
+    error = capsys.readouterr().err.splitlines()[-1]  # after transformers' progress bar
+    assert code == expected_code
+    assert error.startswith("error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("data.sequence=128", "data.sequence and the tokenizer must give the same rows"),
+        ("data.validation_share=5", "data was "),
+        ("train.seed=1", "seed was 0 and is 1"),
+        ("train.batch=8", "batch was 4 and is 8"),
+    ],
+)
+def test_a_resume_that_would_read_other_rows_is_refused(inputs, half, tmp_path, capsys, change, message):
+    code = run(inputs[1], tmp_path / "x", *half[1], change, "--resume", str(half[0]))
+    assert_refused(capsys, code, message)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_checkpoint_of_something_else_is_refused(inputs, tmp_path, capsys):
+    model = finetuning.model(torch.bfloat16)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
+    opt = FlashAdamW([{"params": matrices}, {"params": vectors}])
+    for number, extra in enumerate((None, {"epoch": 1})):
+        checkpoint.save(tmp_path / str(number), model, opt, extra=extra)
+        code = run(inputs[1], tmp_path / "x", "--resume", str(tmp_path / str(number)))
+        assert_refused(capsys, code, "was not saved by this launcher")
+
+
+def test_a_resume_follows_the_hyperparameters_of_its_config(inputs, half, tmp_path):
+    changed = ["optimizer.weight_decay=0.5", "optimizer.betas=[0.8, 0.9]", "train.steps=3", "run.export=null"]
+    assert run(inputs[1], tmp_path / "x", *half[1], *changed, "--resume", str(half[0])) == 0
+    saved = checkpoint.verify(tmp_path / "x" / "step-00000003").optimizer
+    assert [group["weight_decay"] for group in saved["param_groups"]] == [0.5, 0.0]
+    assert {tuple(group["betas"]["$tuple"]) for group in saved["param_groups"]} == {(0.8, 0.9)}
+
+
+def test_weights_that_are_no_numbers_do_not_replace_a_checkpoint(inputs, half, tmp_path, capsys):
+    """The loss of the step that makes them is finite."""
+    shutil.copytree(half[0], tmp_path / "x" / half[0].name)
+    settings = ["optimizer.lr=1e38", "train.warmup=0", "run.save_every=1", "run.keep_last=1"]
+    code = run(inputs[1], tmp_path / "x", *half[1], *settings, "--resume", "auto")
+    assert_refused(capsys, code, "are no longer finite, earlier checkpoints are kept", 1)
+    (kept,) = (tmp_path / "x").glob("step-*")
+    names = [name for name in checkpoint.verify(kept).tensors if name.startswith("model.")]
+    assert names
+    weights = read_plain(Reader(kept, checkpoint.verify(kept)), names)
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def test_an_export_that_a_kill_prevented_is_made_by_the_resume(inputs, tmp_path, capsys):
+    arguments = ["train.steps=1", "run.eval_every=0", "--resume", "auto"]
+    assert run(inputs[1], tmp_path / "x", *arguments) == 0
+    export = tmp_path / "x" / "export"
+    assert sorted(path.name for path in (tmp_path / "x").glob("export*")) == ["export"]
+    whole = (export / "model.safetensors").read_bytes()
+    shutil.rmtree(export)
+    assert run(inputs[1], tmp_path / "x", *arguments) == 0
+    assert (export / "model.safetensors").read_bytes() == whole
+    capsys.readouterr()
+    assert run(inputs[1], tmp_path / "x", "run.export=null", *arguments) == 0
+    assert capsys.readouterr().out.endswith("nothing to do: the run is at step 1 of 1\n")
 
 
 def test_a_run_that_is_there_already(inputs, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from data import Document, in_folder
 from metrics import read_metrics
 from pretrain_config import PretrainConfig
 from run_folder import RunFolder
+from stop import interruptible
 from tokens import open_tokens, prepare
 from training import Training
 
@@ -60,13 +62,26 @@ def test_a_timeout_that_is_none_is_refused(value):
         load(PretrainConfig, None, [f"parallel.timeout_minutes={value}"])
 
 
-def test_what_a_kill_left_half_removed_is_removed(tmp_path):
+def test_what_a_kill_left_half_removed_or_half_saved_is_removed(tmp_path):
     folder = RunFolder(tmp_path)
-    for path in (folder.step_folder(1), folder.step_folder(2), tmp_path / "removing-00000001"):
+    left = tmp_path / "removing-00000001", tmp_path / "step-00000003.saving"
+    for path in (folder.step_folder(1), folder.step_folder(2), *left):
         path.mkdir()
         (path / "file").touch()
     folder.remove_old(1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_an_interrupt_is_one_line_and_130(capsys):
+    def main() -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    assert interruptible(main) == 130
+    assert interruptible(lambda: 3) == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "interrupted: checkpoints are intact, go on from the last one with --resume auto"
+    ]
 
 
 def test_merge_keys_of_yaml_are_refused_by_a_clear_line(tmp_path):
@@ -79,7 +94,6 @@ def test_merge_keys_of_yaml_are_refused_by_a_clear_line(tmp_path):
 def test_a_checkpoint_that_says_no_position_is_refused(tmp_path, extra):
     optimizer = SimpleNamespace(param_groups=[])
     training = SimpleNamespace(trainee=SimpleNamespace(optimizer=optimizer, load=lambda path: extra))
-    training._compare = partial(Training._compare, training)
     training._position = lambda: {"step": 0, "samples": 0, "text": "", "seed": 0, "context": 0}
     with pytest.raises(UserError, match="was not saved by this launcher"):
         Training._load(training, tmp_path)
