@@ -157,11 +157,11 @@ def _parse(body: dict[str, Any]) -> Manifest:
     for key in ("scheduler", "extra"):
         value = body["values"].get(key)
         # A trial: names of tensors that are not there, and marks around what they cannot hold.
-        from_json(value, {name: _placeholder(tensors, name) for name in tensor_names(value)})
+        from_json(value, {name: _stand_in(tensors, name) for name in tensor_names(value)})
     return Manifest(**{**body, "files": files, "tensors": tensors})
 
 
-def _placeholder(tensors: dict[str, StoredTensor], name: str) -> torch.Tensor:
+def _stand_in(tensors: dict[str, StoredTensor], name: str) -> torch.Tensor:
     if VALUES + name not in tensors:
         raise KeyError(VALUES + name)
     return torch.empty(0)
